@@ -1,0 +1,102 @@
+"""The contract between the two halves of the engine: what a step must compute, and what came of it.
+
+Planning decides, compute executes. The messages are plain data and stand on their own, so that a
+plan can be broadcast to several ranks. A *row* is a place in the running batch, in
+[0, max_num_seqs); a request keeps its row from its start (or restart after preemption) to its end,
+so compute can keep what belongs to a row (token ids, sampling parameters, block table) between
+steps and is sent only what changed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParameters:
+    """How tokens of one sequence are chosen; the fields of protos.common.v1.SamplingParameters."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+    logprobs: bool = False
+    top_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowStart:
+    """A request enters the batch at `row`, for the first time or again after preemption.
+
+    `token_ids` is the prompt followed by all outputs so far; the first `num_prompt_tokens` are the
+    prompt. `block_ids` are the KV blocks that the prefix cache already filled, in order.
+    """
+
+    row: int
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    sampling: SamplingParameters
+    block_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RowStep:
+    """What one row does in this step.
+
+    Computes tokens [num_computed_tokens, num_computed_tokens + num_scheduled_tokens) of the row.
+    `new_block_ids` are appended to the row's block table first. When `samples` is set, the logits
+    of the last scheduled token choose the row's next token, which compute appends to the row.
+    """
+
+    row: int
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    new_block_ids: Sequence[int]
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step of the engine. `starts` apply before `steps`; rows in `steps` are distinct."""
+
+    starts: Sequence[RowStart] = ()
+    steps: Sequence[RowStep] = ()
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        return sum(step.num_scheduled_tokens for step in self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities from raw logits; impossible tokens have -9999.0."""
+
+    logprob: float
+    top_token_ids: Sequence[int] = ()
+    top_logprobs: Sequence[float] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The token sampled for `row`; `logprobs` is set when the row's parameters ask for it.
+
+    `error` is set instead when the row's logits cannot be sampled from (a NaN among them).
+    """
+
+    row: int
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One entry per step of the plan with `samples` set, in the plan's order."""
+
+    sampled: Sequence[SampledToken] = field(default_factory=tuple)

@@ -1,0 +1,23 @@
+"""Build hook: compiles the .proto files before the Python packages are collected."""
+
+import sys
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+
+
+class BuildWithStubs(build_py):
+    """Generates the gRPC stubs in place, then builds as usual (also for editable installs)."""
+
+    def run(self) -> None:
+        sys.path.insert(0, str(ROOT))
+        from protos.generate import generate
+
+        generate(ROOT)
+        super().run()
+
+
+setup(cmdclass={"build_py": BuildWithStubs})
