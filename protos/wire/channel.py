@@ -1,0 +1,36 @@
+"""Client channels, with the options that both ends of the line must share."""
+
+from typing import Final
+
+import grpc
+
+MAX_MESSAGE_BYTES: Final = 64 << 20
+
+
+def message_limits(max_message_bytes: int) -> list[tuple[str, int]]:
+    """gRPC's default limit of 4 MiB applies to each direction of each side; this lifts it."""
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+    ]
+
+
+def open_channel(address: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
+    """A channel to `host:port` that notices a dead peer within seconds and reconnects by itself."""
+    return grpc.aio.insecure_channel(
+        address,
+        options=[
+            *message_limits(max_message_bytes),
+            ("grpc.keepalive_time_ms", 10_000),
+            ("grpc.keepalive_timeout_ms", 5_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 2_000),
+            # Each channel its own connection: streams to one peer share no flow-control window
+            # with the polls of another.
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.enable_http_proxy", 0),
+        ],
+    )

@@ -1,0 +1,47 @@
+"""How a service process starts and how it is told to stop."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, NoReturn, TypeVar
+
+from protos.wire.errors import StartupError
+from protos.wire.logs import configure_logging
+from protos.wire.settings import load_settings
+
+SettingsT = TypeVar("SettingsT")
+
+# EX_CONFIG of sysexits.h. A supervisor does not restart a process that ends with it.
+EXIT_CANNOT_START: Final = 78
+
+
+def run_main(
+    service: str,
+    settings_class: type[SettingsT],
+    serve: Callable[[SettingsT], Coroutine[Any, Any, None]],
+) -> NoReturn:
+    """Runs `serve` with settings from the command line and the environment, then exits.
+
+    A StartupError becomes one line on stderr and exit code 78.
+    """
+    try:
+        settings = load_settings(settings_class, service, sys.argv[1:], os.environ)
+        configure_logging(service, getattr(settings, "log_level", "info"))
+        asyncio.run(serve(settings))
+    except StartupError as error:
+        sys.stderr.write(f"{service}: cannot start: {error}\n")
+        sys.exit(EXIT_CANNOT_START)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    sys.exit(0)
+
+
+def install_stop_signals() -> asyncio.Event:
+    """An event that SIGTERM or SIGINT sets. Call it on the running loop."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
