@@ -5,10 +5,14 @@ plan can be broadcast to several ranks. A *row* is a place in the running batch,
 [0, max_num_seqs); a request keeps its row from its start (or restart after preemption) to its end,
 so compute can keep what belongs to a row (token ids, sampling parameters, block table) between
 steps and is sent only what changed.
+
+What exists once per row and step is a named tuple: those are made several times faster than frozen
+dataclasses (0.26 against 0.66 µs), and Python's part of a step is counted in microseconds.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,8 @@ class RowStart:
     """A request enters the batch at `row`, for the first time or again after preemption.
 
     `token_ids` is the prompt followed by all outputs so far; the first `num_prompt_tokens` are the
-    prompt. `block_ids` are the KV blocks that the prefix cache already filled, in order.
+    prompt. `block_ids` are the KV blocks that the prefix cache already filled, in order. What
+    compute kept of the row's former request is void.
     """
 
     row: int
@@ -45,8 +50,7 @@ class RowStart:
     block_ids: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
-class RowStep:
+class RowStep(NamedTuple):
     """What one row does in this step.
 
     Computes tokens [num_computed_tokens, num_computed_tokens + num_scheduled_tokens) of the row.
@@ -82,8 +86,7 @@ class TokenLogprobs:
     top_logprobs: Sequence[float] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """The token sampled for `row`; `logprobs` is set when the row's parameters ask for it.
 
     `error` is set instead when the row's logits cannot be sampled from (a NaN among them).
