@@ -25,7 +25,7 @@ class TokenlineError(Exception):
     at fault; the last two may be empty.
     """
 
-    kind: ClassVar[common_pb2.ErrorKind] = common_pb2.ERROR_KIND_INTERNAL
+    kind: ClassVar[common_pb2.ErrorKind.ValueType] = common_pb2.ERROR_KIND_INTERNAL
     http_status: ClassVar[int] = 500
     grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
 

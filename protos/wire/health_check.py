@@ -1,6 +1,7 @@
 """A probe for containers: exits 0 when the gRPC service at HOST:PORT says it is SERVING."""
 
 import sys
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -8,7 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 def is_serving(address: str, timeout_seconds: float = 3.0) -> bool:
     with grpc.insecure_channel(address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
             answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_seconds)
         except grpc.RpcError:

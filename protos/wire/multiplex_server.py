@@ -1,0 +1,164 @@
+"""The serving end of a multiplexed stream: many sequences, one bidirectional call.
+
+Commands are handed to a handler in order. Outputs go to an `Outbox`, which sends whatever has
+gathered since its last write as one message, merged per sequence: a reader that falls behind gets
+fewer, larger outputs, and what waits for it is bounded by what its sequences may produce.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, Final, Generic, Protocol
+
+import grpc
+
+from protos.common.v1 import common_pb2
+from protos.wire.errors import InternalError, TokenlineError, to_proto
+from protos.wire.logs import request_context
+from protos.wire.stream_adapter import OutputT, StreamAdapter, SubmitT
+
+logger = logging.getLogger(__name__)
+
+# Outputs beyond this go into a further message; far below the channel's limit.
+_MESSAGE_BYTES: Final = 8 << 20
+
+
+class Outbox(Generic[SubmitT, OutputT]):
+    """Outputs on their way to the caller of one stream. For use on the event loop's thread."""
+
+    def __init__(self, adapter: StreamAdapter[SubmitT, OutputT]) -> None:
+        self._adapter: StreamAdapter[SubmitT, OutputT] = adapter
+        self._live: set[int] = set()
+        self._pending: dict[int, OutputT] = {}
+        self._touched = False
+        self._wakeup = asyncio.Event()
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether the stream has ended, so that outputs reach nobody."""
+        return self._closed
+
+    @property
+    def live(self) -> frozenset[int]:
+        """Ids of the sequences that were submitted and have no finish yet."""
+        return frozenset(self._live)
+
+    def emit(self, output: OutputT) -> None:
+        """Queues `output`; one with `finish` ends its sequence, and later ones are dropped."""
+        sequence_id = output.sequence_id
+        if sequence_id not in self._live:
+            return
+        if output.HasField("finish"):
+            self._live.discard(sequence_id)
+        pending = self._pending.get(sequence_id)
+        if pending is None:
+            self._pending[sequence_id] = output
+        else:
+            self._adapter.merge(pending, output)
+        self._wakeup.set()
+
+    def fail(self, sequence_id: int, error: TokenlineError) -> None:
+        """Ends a sequence with FINISH_REASON_ERROR."""
+        finish = common_pb2.Finish(reason=common_pb2.FINISH_REASON_ERROR, error=to_proto(error))
+        self.emit(self._adapter.make_output(sequence_id, finish))
+
+    def touch(self) -> None:
+        """Sends a response soon, even when it holds no output."""
+        self._touched = True
+        self._wakeup.set()
+
+    def begin(self, sequence_id: int) -> bool:
+        """Makes a sequence live; False when one of this id already is."""
+        if sequence_id in self._live or sequence_id in self._pending:
+            return False
+        self._live.add(sequence_id)
+        return True
+
+    def close(self) -> None:
+        self._closed = True
+        self._live.clear()
+        self._pending.clear()
+
+    async def write_to(self, context: Any) -> None:
+        """Writes responses for ever; runs beside the reading of commands."""
+        while True:
+            await self._wakeup.wait()
+            self._wakeup.clear()
+            while self._pending or self._touched:
+                self._touched = False
+                await context.write(self._adapter.make_response(self._take()))
+
+    def _take(self) -> list[OutputT]:
+        outputs = list(self._pending.values())
+        size = 0
+        for index, output in enumerate(outputs):
+            size += output.ByteSize()
+            if size > _MESSAGE_BYTES and index:
+                del outputs[index:]
+                for taken in outputs:
+                    del self._pending[taken.sequence_id]
+                return outputs
+        self._pending.clear()
+        return outputs
+
+
+class StreamHandler(Protocol[SubmitT, OutputT]):
+    """What a service does with commands. Called on the event loop; neither call may block."""
+
+    def submit(self, submit: SubmitT, outbox: Outbox[SubmitT, OutputT]) -> None:
+        """Begins a sequence, which must end in one output with `finish`.
+
+        A TokenlineError raised here becomes that finish.
+        """
+
+    def abort(self, sequence_id: int, outbox: Outbox[SubmitT, OutputT]) -> None:
+        """Ends a sequence with FINISH_REASON_CANCELLED; unknown ids are ignored."""
+
+
+async def serve_stream(
+    request_iterator: AsyncIterator[Any],
+    context: Any,
+    handler: StreamHandler[SubmitT, OutputT],
+    adapter: StreamAdapter[SubmitT, OutputT],
+) -> None:
+    """The body of a servicer's Generate. However the call ends, its live sequences are aborted."""
+    outbox: Outbox[SubmitT, OutputT] = Outbox(adapter)
+    writer = asyncio.create_task(outbox.write_to(context))
+    try:
+        async for request in request_iterator:
+            command = request.WhichOneof("command")
+            if command == "abort":
+                handler.abort(request.abort.sequence_id, outbox)
+            elif command == "submit":
+                if not outbox.begin(request.submit.sequence_id):
+                    await context.abort(
+                        grpc.StatusCode.INVALID_ARGUMENT,
+                        f"sequence_id {request.submit.sequence_id} is already live",
+                    )
+                _submit(request.submit, handler, outbox)
+            else:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "command is missing")
+    finally:
+        live = outbox.live
+        outbox.close()
+        writer.cancel()
+        for sequence_id in live:
+            handler.abort(sequence_id, outbox)
+        await asyncio.gather(writer, return_exceptions=True)
+
+
+def _submit(
+    submit: Any, handler: StreamHandler[SubmitT, OutputT], outbox: Outbox[SubmitT, OutputT]
+) -> None:
+    with request_context(submit.request_id, submit.traceparent):
+        try:
+            handler.submit(submit, outbox)
+        except TokenlineError as error:
+            outbox.fail(submit.sequence_id, error)
+        except Exception:
+            logger.exception("a submit failed")
+            outbox.fail(
+                submit.sequence_id,
+                InternalError("The service failed on this request; see its log."),
+            )
