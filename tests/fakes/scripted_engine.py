@@ -9,6 +9,7 @@ from typing import Any
 
 from protos.common.v1 import common_pb2
 from protos.engine.v1 import engine_pb2, engine_pb2_grpc
+from protos.wire.logs import configure_logging
 from protos.wire.multiplex_server import Outbox, serve_stream
 from protos.wire.server import GrpcServer
 from protos.wire.service import install_stop_signals
@@ -182,7 +183,6 @@ async def _serve(arguments: argparse.Namespace) -> None:
     )
     async with GrpcServer("engine_svc", arguments.host, arguments.port) as server:
         engine_pb2_grpc.add_EngineServiceServicer_to_server(engine, server.grpc)
-        print(f"ready on {server.address}", flush=True)
         await server.serve_until_stopped(install_stop_signals(), services=[SERVICE])
 
 
@@ -197,6 +197,7 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--model-name", default="scripted")
     parser.add_argument("--model-fingerprint", default="scripted")
+    configure_logging("scripted_engine")
     asyncio.run(_serve(parser.parse_args()))
 
 
