@@ -1,0 +1,1 @@
+"""Runs a line: as local processes (`tokenline`), or as containers (docker-compose.yaml)."""

@@ -1,0 +1,120 @@
+"""Speaks to a gateway's HTTP API on behalf of the commands."""
+
+import json
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Self
+
+import httpx2
+
+from compose.errors import CommandError
+
+_DATA: Final = "data:"
+_CONNECT_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True)
+class AnswerPart:
+    """What one event of a streamed answer brought; `completion_tokens` only at the end."""
+
+    text: str = ""
+    finish_reason: str = ""
+    completion_tokens: int | None = None
+
+
+class GatewayClient:
+    """A connection to one gateway. Every failure is raised as CommandError."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+        # No read limit: the first token of a long prompt can take its time.
+        timeout = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
+        self._http = httpx2.Client(base_url=self._url, timeout=timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._http.close()
+
+    def model_name(self) -> str:
+        """The name of the first model that the gateway serves."""
+        with self._request("GET", "/v1/models") as answer:
+            return str(answer.json()["data"][0]["id"])
+
+    def live_requests(self) -> list[Mapping[str, Any]]:
+        """The records of the requests that run now."""
+        with self._request("GET", "/v1/requests") as answer:
+            return list(answer.json()["data"])
+
+    def stream_chat(
+        self, model: str, messages: Sequence[Mapping[str, str]], parameters: Mapping[str, Any]
+    ) -> Generator[AnswerPart, None, None]:
+        """Streams the answer to `messages`. Closing the iterator cancels the request."""
+        body = {
+            "model": model,
+            "messages": list(messages),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **parameters,
+        }
+        with self._request("POST", "/v1/chat/completions", body) as answer:
+            for line in answer.iter_lines():
+                if not line.startswith(_DATA):
+                    continue
+                data = line.removeprefix(_DATA).strip()
+                if data == "[DONE]":
+                    return
+                yield _answer_part(json.loads(data))
+        raise CommandError("the answer broke off: the gateway closed the connection")
+
+    @contextmanager
+    def _request(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> Iterator[httpx2.Response]:
+        try:
+            with self._http.stream(method, path, json=body) as answer:
+                if body is None or answer.is_error:
+                    answer.read()
+                if answer.is_error:
+                    raise CommandError(_error_text(answer))
+                yield answer
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            raise CommandError(
+                f"nothing answers at {self._url}: start a line with `tokenline up`, or name "
+                "another place with --url"
+            ) from error
+        except httpx2.HTTPError as error:
+            raise CommandError(f"the connection to {self._url} broke: {error}") from error
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise CommandError(
+                f"{self._url} does not answer as a gateway does ({type(error).__name__}: {error})"
+            ) from error
+
+
+def _answer_part(event: Mapping[str, Any]) -> AnswerPart:
+    if "error" in event:
+        raise CommandError(f"the answer broke off: {event['error']['message']}")
+    usage = event.get("usage") or {}
+    choices = event.get("choices") or []
+    if not choices:
+        return AnswerPart(completion_tokens=usage.get("completion_tokens"))
+    return AnswerPart(
+        text=choices[0].get("delta", {}).get("content") or "",
+        finish_reason=choices[0].get("finish_reason") or "",
+        completion_tokens=usage.get("completion_tokens"),
+    )
+
+
+def _error_text(answer: httpx2.Response) -> str:
+    try:
+        return f"the gateway refused: {answer.json()['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return f"the gateway answered with status {answer.status_code}"

@@ -1,0 +1,169 @@
+"""Runs a whole line as local processes: starts it, waits until it is ready, stops it in order."""
+
+import asyncio
+import json
+import shlex
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+import httpx2
+import psutil
+from rich.console import Console
+
+from compose.errors import CommandError
+from compose.line import Line, LineOptions, build_line
+from compose.line_log import LineLog
+from compose.ports import free_ports, require_free
+from compose.readiness import wait_until_ready
+from compose.state_file import ServiceState, StateFile
+from compose.supervisor import Supervisor
+
+_GRACE_SECONDS: Final = 30.0
+
+
+async def run_line(options: LineOptions, console: Console, state_directory: Path) -> None:
+    """Runs until SIGINT or SIGTERM, then drains; a second signal ends everything at once.
+
+    Raises CommandError when the line cannot start, or cannot go on.
+    """
+    for port in options.gateway_ports:
+        require_free(options.host, port)
+    _require_memory(options)
+    line = build_line(options, free_ports(options.num_internal_ports))
+    specs = [spec for group in line.stop_order for spec in group]
+    log = LineLog(console, [spec.name for spec in specs])
+    state_file = StateFile(state_directory, options.model_path.name, line.gateway_urls)
+
+    def describe() -> None:
+        state_file.write(_service_states(supervisor))
+
+    supervisor = Supervisor(line.stop_order, log, on_change=describe)
+    try:
+        async with _stop_signals(supervisor) as stop, supervisor:
+            await _run_until_stopped(line, supervisor, stop, console)
+    finally:
+        state_file.remove()
+
+
+async def _run_until_stopped(
+    line: Line, supervisor: Supervisor, stop: asyncio.Event, console: Console
+) -> None:
+    started = time.monotonic()
+    failure = asyncio.create_task(supervisor.wait_for_failure())
+    stopped = asyncio.create_task(stop.wait())
+    ready = asyncio.create_task(_show_readiness(line, console))
+    try:
+        await asyncio.wait({failure, stopped, ready}, return_when=asyncio.FIRST_COMPLETED)
+        if ready.done() and not failure.done() and not stopped.done():
+            supervisor.mark_ready()
+            model = await ready
+            _print_welcome(line, model, time.monotonic() - started, console)
+            await asyncio.wait({failure, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        console.print("stopping: each service finishes its work, Ctrl-C again ends it at once")
+        await supervisor.drain(_GRACE_SECONDS)
+        if failure.done():
+            raise CommandError(await failure)
+        console.print("stopped")
+    finally:
+        tasks = {failure, stopped, ready}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _show_readiness(line: Line, console: Console) -> str:
+    """Waits for the line, showing what it waits for; returns the name of its model."""
+    if console.is_terminal:
+        with console.status("starting") as spinner:
+            await wait_until_ready(line.gateway_urls, spinner.update)
+    else:
+        await wait_until_ready(line.gateway_urls, console.print)
+    async with httpx2.AsyncClient(trust_env=False) as client:
+        answer = await client.get(f"{line.gateway_urls[0]}/v1/models")
+        return str(answer.raise_for_status().json()["data"][0]["id"])
+
+
+@asynccontextmanager
+async def _stop_signals(supervisor: Supervisor) -> AsyncIterator[asyncio.Event]:
+    """An event that the first SIGINT, SIGTERM or SIGHUP sets; the next one kills the services."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            supervisor.kill()
+        stop.set()
+
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    # Under nohup the line outlives its terminal.
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield stop
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+def _service_states(supervisor: Supervisor) -> list[ServiceState]:
+    return [
+        ServiceState(
+            name=service.spec.name,
+            pid=service.child.pid,
+            address=service.spec.address,
+            num_restarts=service.num_restarts,
+        )
+        for service in supervisor.services
+        if service.child is not None
+    ]
+
+
+def _require_memory(options: LineOptions) -> None:
+    """Refuses at once what cannot fit; how much KV cache fits is the engine's own business."""
+    path = options.model_path
+    files = path.glob("*.safetensors") if path.is_dir() else [path]
+    needed = sum(file.stat().st_size for file in files) * options.num_engines
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise CommandError(
+            f"not enough memory: the weights take {needed / 1e9:.1f} GB in {options.num_engines} "
+            f"engine(s), {available / 1e9:.1f} GB are free; take a smaller model, or stop others"
+        )
+
+
+def _print_welcome(line: Line, model: str, seconds: float, console: Console) -> None:
+    lines = [
+        "",
+        f"Tokenline is ready at {line.gateway_urls[0]}/v1 (model {model}, {seconds:.1f} s)",
+        *(f"another gateway answers at {url}/v1" for url in line.gateway_urls[1:]),
+        "",
+        example_curl(line.gateway_urls[0], model),
+        "",
+        "Also: `tokenline chat` talks in the terminal, `tokenline ps` shows the processes, "
+        "Ctrl-C stops them.",
+        "",
+    ]
+    for text in lines:
+        console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+def example_curl(url: str, model: str) -> str:
+    """A command, ready to paste into a shell, that streams an answer."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "temperature": 0,
+        "stream": True,
+    }
+    return (
+        f"curl -N {url}/v1/chat/completions \\\n"
+        "  -H 'content-type: application/json' \\\n"
+        f"  -d {shlex.quote(json.dumps(body))}"
+    )

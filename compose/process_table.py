@@ -1,0 +1,146 @@
+"""What `tokenline ps` shows: the processes of each line, and the requests that run now."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from compose.errors import CommandError
+from compose.gateway_client import GatewayClient
+from compose.state_file import LineState, ServiceState
+
+_CPU_SAMPLE_SECONDS: Final = 0.3
+
+
+@dataclass(frozen=True)
+class ProcessUsage:
+    """`cpu_percent` of one core; memory in bytes, resident."""
+
+    cpu_percent: float
+    resident_bytes: int
+    uptime_seconds: float
+
+
+def show_lines(lines: Sequence[LineState], console: Console) -> None:
+    """Prints a table of processes and one of requests for each line."""
+    processes = _sample([service for line in lines for service in line.services])
+    for line in lines:
+        gateways = ", ".join(line.gateway_urls)
+        console.print(
+            f"{line.model} at {gateways} (launcher {line.launcher_pid})",
+            soft_wrap=True,
+            markup=False,
+            highlight=False,
+        )
+        _print(_service_table(line.services, processes), console)
+        try:
+            requests = _live_requests(line.gateway_urls)
+        except CommandError as error:
+            console.print(f"no list of requests: {error}", soft_wrap=True, markup=False)
+            continue
+        if requests:
+            _print(_request_table(requests), console)
+        else:
+            console.print("no live request")
+
+
+def _print(table: Table, console: Console) -> None:
+    # In a pipe nothing is cut off, however narrow the terminal is thought to be.
+    console.print(table, soft_wrap=not console.is_terminal)
+
+
+def _sample(services: Sequence[ServiceState]) -> dict[int, ProcessUsage]:
+    """Usage by pid; a process that has ended meanwhile is left out."""
+    watched: list[psutil.Process] = []
+    for service in services:
+        try:
+            process = psutil.Process(service.pid)
+            process.cpu_percent()
+        except psutil.Error:
+            continue
+        watched.append(process)
+    # psutil gives the share of CPU time since the last call.
+    time.sleep(_CPU_SAMPLE_SECONDS if watched else 0)
+    usage = {}
+    for process in watched:
+        try:
+            usage[process.pid] = ProcessUsage(
+                cpu_percent=process.cpu_percent(),
+                resident_bytes=process.memory_info().rss,
+                uptime_seconds=time.time() - process.create_time(),
+            )
+        except psutil.Error:
+            continue
+    return usage
+
+
+def _service_table(
+    services: Sequence[ServiceState], processes: Mapping[int, ProcessUsage]
+) -> Table:
+    table = _table("service", ">pid", ">port", ">CPU %", ">memory MB", ">uptime", ">restarts")
+    for service in services:
+        usage = processes.get(service.pid)
+        port = service.address.rpartition(":")[2]
+        measured = (
+            (
+                f"{usage.cpu_percent:.0f}",
+                f"{usage.resident_bytes / 1e6:.0f}",
+                format_duration(usage.uptime_seconds),
+            )
+            if usage
+            else ("-", "-", "ended")
+        )
+        table.add_row(service.name, str(service.pid), port, *measured, str(service.num_restarts))
+    return table
+
+
+def _live_requests(gateway_urls: Sequence[str]) -> list[Mapping[str, Any]]:
+    """The requests that any of the gateways knows, each once."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for url in gateway_urls:
+        with GatewayClient(url) as client:
+            for request in client.live_requests():
+                found[str(request.get("id"))] = request
+    return list(found.values())
+
+
+def _request_table(requests: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table("request", "state", ">prompt", ">output", ">age")
+    for request in requests:
+        created = float(request.get("created") or time.time())
+        table.add_row(
+            str(request.get("id", "")),
+            str(request.get("state", "")),
+            str(request.get("num_prompt_tokens", "")),
+            str(request.get("num_output_tokens", "")),
+            format_duration(time.time() - created),
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    """A plain table; a column whose name starts with `>` is set flush right."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(
+            column.removeprefix(">"),
+            justify="right" if column.startswith(">") else "left",
+            no_wrap=True,
+        )
+    return table
+
+
+def format_duration(seconds: float) -> str:
+    """`7s`, `3m12s`, `2h05m`, `4d07h`."""
+    whole = max(int(seconds), 0)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
