@@ -1,0 +1,21 @@
+"""What planning can refuse or fail a request with; the service turns these into wire errors."""
+
+
+class RequestRefused(Exception):
+    """A request that the scheduler does not take. The message is a sentence for people."""
+
+
+class ContextLengthExceeded(RequestRefused):
+    """Prompt and max_tokens together are longer than max_model_len."""
+
+
+class KvCapacityExceeded(RequestRefused):
+    """The request could not finish even with the whole KV pool to itself."""
+
+
+class WaitingQueueFull(RequestRefused):
+    """As many requests wait as may; the same request can succeed later."""
+
+
+class SamplingFailed(Exception):
+    """No token could be drawn from a request's logits. The message says why."""

@@ -1,0 +1,126 @@
+"""A request as the scheduler sees it: its tokens, how far they are computed, and its end."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, NamedTuple
+
+from engine_svc.planning.prefix_index import BlockHashes
+from engine_svc.planning.step import SamplingParameters, TokenLogprobs
+
+
+class RequestStatus(Enum):
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    FINISHED = "finished"
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a request ended.
+
+    `stop_token_id` is set when one of the request's stop tokens ended it, `error` with ERROR.
+    """
+
+    reason: FinishReason
+    stop_token_id: int | None = None
+    error: Exception | None = None
+
+
+_END_OF_SEQUENCE: Final = Finish(FinishReason.STOP)
+_LENGTH: Final = Finish(FinishReason.LENGTH)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence on its way from its prompt to its finish.
+
+    `key` names it to whoever submitted it and is unique among live requests. `token_ids` is the
+    prompt followed by all outputs, those of an earlier engine included; the difference between its
+    length and `num_computed_tokens` is what is left to compute. All other state follows from these,
+    `row`, `block_ids` and `finish`. Only the scheduler changes a request.
+    """
+
+    key: Hashable
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParameters
+    priority: int = 0
+    cache_salt: str = ""
+    # Counts up in the order in which requests were added.
+    arrival: int = field(default=-1, init=False)
+    num_computed_tokens: int = field(default=0, init=False)
+    # The place in the running batch; None while waiting.
+    row: int | None = field(default=None, init=False)
+    # The block table: KV of token t lies in block_ids[t // block_size].
+    block_ids: list[int] = field(default_factory=list, init=False)
+    block_hashes: BlockHashes | None = field(default=None, init=False)
+    num_preemptions: int = field(default=0, init=False)
+    # Prompt tokens that the prefix cache held when the request first started.
+    num_cached_tokens: int = field(default=0, init=False)
+    finish: Finish | None = field(default=None, init=False)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def max_num_tokens(self) -> int:
+        """The length, prompt and output together, that the request may reach."""
+        return self.num_prompt_tokens + self.sampling.max_tokens
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sorts requests: the smaller is served first and preempted last."""
+        return (-self.priority, self.arrival)
+
+    @property
+    def status(self) -> RequestStatus:
+        if self.finish is not None:
+            return RequestStatus.FINISHED
+        if self.row is None:
+            return RequestStatus.WAITING
+        if self.num_tokens - self.num_computed_tokens > 1:
+            return RequestStatus.PREFILLING
+        return RequestStatus.DECODING
+
+    def finish_by_rules(self) -> Finish | None:
+        """The finish that the newest token brings, if any.
+
+        An EOS or stop token wins over the length that it happens to reach. max_tokens is the only
+        length to look at: the scheduler refuses requests whose max_tokens is more than the room.
+        """
+        num_tokens = len(self.token_ids)
+        if num_tokens == self.num_prompt_tokens:
+            return None
+        token_id = self.token_ids[-1]
+        sampling = self.sampling
+        if token_id in sampling.eos_token_ids:
+            return _END_OF_SEQUENCE
+        if token_id in sampling.stop_token_ids:
+            return Finish(FinishReason.STOP, stop_token_id=token_id)
+        if num_tokens >= self.num_prompt_tokens + sampling.max_tokens:
+            return _LENGTH
+        return None
+
+
+class RequestOutput(NamedTuple):
+    """What one request gained. `finish` is set in its last output."""
+
+    request: Request
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prefill_started: bool = False
+    finish: Finish | None = None

@@ -1,0 +1,318 @@
+"""The scheduler: which requests run, what each step computes, and what its results mean.
+
+There are no phases. A request has `num_computed_tokens` and `num_tokens`, and a step schedules some
+of the difference under four limits: max_num_seqs, max_num_batched_tokens, max_model_len and the
+free KV blocks. Prefill, chunked prefill, decode and resuming are all that one rule.
+
+Requests are served in one total order, by priority and then arrival, and blocks are only ever taken
+from a request by one that goes before it. So the first running request advances in every step, two
+requests cannot evict each other in turns, and every request ends.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Hashable, Iterable
+from operator import attrgetter
+from typing import Final
+
+from engine_svc.planning.block_tables import BlockTables
+from engine_svc.planning.errors import SamplingFailed
+from engine_svc.planning.limits import SchedulerConfig, SchedulerLoad
+from engine_svc.planning.request import Finish, FinishReason, Request, RequestOutput
+from engine_svc.planning.step import RowStart, RowStep, StepPlan, StepResult
+
+_ORDER: Final = attrgetter("order")
+
+
+class Scheduler:
+    """Owns all requests and their blocks. Not thread-safe; `schedule` and `commit` alternate."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._block_size = config.block_size
+        self._tables = BlockTables(config.num_blocks, config.block_size, config.prefix_cache)
+        self._requests: dict[Hashable, Request] = {}
+        # Both sorted by `order`.
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._rows: list[Request | None] = [None] * config.max_num_seqs
+        self._free_rows = list(reversed(range(config.max_num_seqs)))
+        # Set between schedule and commit. Compute then works on rows and blocks of all that was
+        # running; a request that ends in between keeps them until the commit.
+        self._in_flight: StepPlan | None = None
+        self._ended_in_flight: list[Request] = []
+        # The head of the queue, and the number of free blocks with which it did not fit. Looking a
+        # request up in the cache costs time in its length, so it waits until more are free.
+        self._blocked: tuple[Request, int] | None = None
+        self._num_arrivals = 0
+        self._num_steps = 0
+        self._num_preemptions = 0
+        self._num_prefix_cache_query_tokens = 0
+        self._num_prefix_cache_hit_tokens = 0
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def load(self) -> SchedulerLoad:
+        return SchedulerLoad(
+            len(self._running),
+            len(self._waiting),
+            self._tables.num_free,
+            self._tables.num_blocks,
+            self._num_preemptions,
+            self._num_prefix_cache_query_tokens,
+            self._num_prefix_cache_hit_tokens,
+            self._num_steps,
+        )
+
+    # Requests come and go
+
+    def add(self, request: Request) -> None:
+        """Queues a request. One whose outputs are already complete is finished when this returns.
+
+        Raises RequestRefused for a request that could never finish, or when too many wait.
+        """
+        request.finish = request.finish_by_rules()
+        if request.finish is not None:
+            return
+        self._config.check(request, len(self._waiting))
+        assert request.key not in self._requests, f"request {request.key} is live already"
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self._requests[request.key] = request
+        insort(self._waiting, request, key=_ORDER)
+
+    def abort(self, key: Hashable) -> list[RequestOutput]:
+        """Ends a request in any state; nothing for a key that is not live."""
+        request = self._requests.get(key)
+        return [] if request is None else [self._end(request, Finish(FinishReason.CANCELLED))]
+
+    def fail_all(self, error: Exception) -> list[RequestOutput]:
+        """Ends every request with `error`."""
+        finish = Finish(FinishReason.ERROR, error=error)
+        return [self._end(request, finish) for request in list(self._requests.values())]
+
+    def _end(self, request: Request, finish: Finish) -> RequestOutput:
+        """Takes a live request out; its row and blocks come free once no step works on them."""
+        request.finish = finish
+        del self._requests[request.key]
+        if request.row is None:
+            _remove(self._waiting, request)
+        else:
+            _remove(self._running, request)
+            if self._in_flight is None:
+                self._release(request)
+            else:
+                self._ended_in_flight.append(request)
+        return RequestOutput(request, finish=finish)
+
+    def _release(self, request: Request) -> None:
+        assert request.row is not None
+        self._rows[request.row] = None
+        self._free_rows.append(request.row)
+        request.row = None
+        self._tables.release(request)
+
+    # A step is planned
+
+    def schedule(self) -> StepPlan:
+        """Plans the next step; `commit` or `fail` must follow. Empty only without requests."""
+        assert self._in_flight is None, "the former step is not committed"
+        starts: list[RowStart] = []
+        steps: list[RowStep] = []
+        unfinished_prefills = self._schedule_decodes(steps)
+        budget = self._config.max_num_batched_tokens - len(steps)
+        budget = self._schedule_prefills(unfinished_prefills, steps, budget)
+        self._start_waiting(starts, steps, budget)
+        self._in_flight = StepPlan(starts, steps)
+        self._num_steps += 1
+        return self._in_flight
+
+    def _schedule_decodes(self, steps: list[RowStep]) -> list[Request]:
+        """Schedules every request with one token to go; returns those with more."""
+        block_size = self._block_size
+        unfinished_prefills = []
+        # Preemption takes requests off the end of this list while it is gone through.
+        for request in self._running:
+            num_computed = request.num_computed_tokens
+            if len(request.token_ids) - num_computed != 1:
+                unfinished_prefills.append(request)
+                continue
+            new_block_ids: list[int] | tuple[()] = ()
+            if num_computed == len(request.block_ids) * block_size:
+                new_block_ids = self._take_block_for(request)
+                if not new_block_ids:
+                    continue
+            assert request.row is not None
+            steps.append(RowStep(request.row, num_computed, 1, new_block_ids, True))
+        return unfinished_prefills
+
+    def _take_block_for(self, request: Request) -> list[int]:
+        """One more block, if need be from a request that comes later in the order.
+
+        Empty when `request` is itself the last: it then keeps what it has and sits out this step.
+        It goes on when any other gives a block back, and alone it always fits (`add` saw to that).
+        """
+        while not self._tables.num_free:
+            last = self._running[-1]
+            if last is request:
+                return []
+            self._preempt(last)
+        return self._tables.grow(request)
+
+    def _preempt(self, request: Request) -> None:
+        """Sends a running request back to its place in the queue, to be computed again.
+
+        Its outputs are kept: after the restart they count as tokens to compute, like a prompt.
+        """
+        self._num_preemptions += 1
+        request.num_preemptions += 1
+        _remove(self._running, request)
+        self._release(request)
+        insort(self._waiting, request, key=_ORDER)
+
+    def _schedule_prefills(
+        self, requests: Iterable[Request], steps: list[RowStep], budget: int
+    ) -> int:
+        """Continues prefills, whose blocks are all theirs already; returns the budget left."""
+        for request in requests:
+            if not budget:
+                break
+            budget -= self._schedule_chunk(request, [], steps, budget)
+        return budget
+
+    def _schedule_chunk(
+        self, request: Request, new_block_ids: list[int], steps: list[RowStep], budget: int
+    ) -> int:
+        assert request.row is not None
+        num_computed = request.num_computed_tokens
+        num_left = request.num_tokens - num_computed
+        num_scheduled = min(num_left, budget)
+        samples = num_scheduled == num_left
+        steps.append(RowStep(request.row, num_computed, num_scheduled, new_block_ids, samples))
+        return num_scheduled
+
+    def _start_waiting(self, starts: list[RowStart], steps: list[RowStep], budget: int) -> None:
+        """Starts requests from the head of the queue while rows, blocks and budget last.
+
+        A head that does not fit holds up the rest, or small requests could overtake it for ever.
+        """
+        while self._waiting and self._free_rows and budget:
+            request = self._waiting[0]
+            if self._blocked is not None:
+                blocked_request, num_free = self._blocked
+                if request is blocked_request and self._tables.num_free <= num_free:
+                    return
+            cached_block_ids = self._tables.find_cached(request)
+            if not self._has_room_for(request, cached_block_ids):
+                self._blocked = (request, self._tables.num_free)
+                return
+            self._blocked = None
+            del self._waiting[0]
+            start, new_block_ids = self._start(request, cached_block_ids)
+            starts.append(start)
+            budget -= self._schedule_chunk(request, new_block_ids, steps, budget)
+
+    def _has_room_for(self, request: Request, cached_block_ids: list[int]) -> bool:
+        """Whether a request can start: with blocks for all its tokens, and one to spare for each
+        request that runs. So at least a block's worth of decode steps follows before anything must
+        be preempted, and recomputing cannot eat up the progress made.
+        """
+        num_taken = self._tables.num_taken_by(request, cached_block_ids)
+        return num_taken + len(self._running) <= self._tables.num_free
+
+    def _start(self, request: Request, cached_block_ids: list[int]) -> tuple[RowStart, list[int]]:
+        """Puts a request into the batch; returns also its blocks beyond the cached ones."""
+        row = self._free_rows.pop()
+        request.row = row
+        self._rows[row] = request
+        new_block_ids = self._tables.start(request, cached_block_ids)
+        insort(self._running, request, key=_ORDER)
+        if not request.num_preemptions:
+            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+            self._num_prefix_cache_query_tokens += request.num_tokens
+            self._num_prefix_cache_hit_tokens += request.num_computed_tokens
+        start = RowStart(
+            row,
+            # A copy: the plan stays what it was when the request gains tokens.
+            list(request.token_ids),
+            request.num_prompt_tokens,
+            request.sampling,
+            cached_block_ids,
+        )
+        return start, new_block_ids
+
+    # A step is under way, and done
+
+    def first_starts(self, plan: StepPlan) -> list[RequestOutput]:
+        """A notice for each request that `plan` takes out of the queue for the first time."""
+        requests = [self._rows[start.row] for start in plan.starts]
+        return [
+            RequestOutput(request, prefill_started=True)
+            for request in requests
+            if request is not None and not request.num_preemptions
+        ]
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
+        """Takes in what the step computed; returns what each request gained."""
+        self._land(plan)
+        outputs = []
+        rows, advance = self._rows, self._tables.advance
+        sampled = iter(result.sampled)
+        for row, _, num_scheduled, _, samples in plan.steps:
+            token = next(sampled) if samples else None
+            request = rows[row]
+            assert request is not None
+            if request.finish is not None:
+                continue
+            if token is None:
+                advance(request, num_scheduled)
+                continue
+            _, token_id, logprobs, error = token
+            if error:
+                outputs.append(self._end_unsampled(request, error))
+                continue
+            advance(request, num_scheduled)
+            request.token_ids.append(token_id)
+            finish = request.finish_by_rules()
+            if finish is not None:
+                self._end(request, finish)
+            listed = () if logprobs is None else (logprobs,)
+            outputs.append(RequestOutput(request, (token_id,), listed, False, finish))
+        self._release_ended()
+        return outputs
+
+    def _end_unsampled(self, request: Request, message: str) -> RequestOutput:
+        """Ends a request that has no next token. Its KV may be at fault, so nobody reuses it."""
+        self._tables.distrust(request)
+        return self._end(request, Finish(FinishReason.ERROR, error=SamplingFailed(message)))
+
+    def fail(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
+        """Takes in that the step raised: ends its requests with `error`. Others go on."""
+        self._land(plan)
+        finish = Finish(FinishReason.ERROR, error=error)
+        requests = [self._rows[step.row] for step in plan.steps]
+        outputs = [
+            self._end(request, finish)
+            for request in requests
+            if request is not None and request.finish is None
+        ]
+        self._release_ended()
+        return outputs
+
+    def _land(self, plan: StepPlan) -> None:
+        assert plan is self._in_flight, "this is not the plan in flight"
+        self._in_flight = None
+
+    def _release_ended(self) -> None:
+        for request in self._ended_in_flight:
+            self._release(request)
+        self._ended_in_flight.clear()
+
+
+def _remove(requests: list[Request], request: Request) -> None:
+    """Removes from a list sorted by `order`."""
+    index = bisect_left(requests, request.order, key=_ORDER)
+    assert requests[index] is request
+    del requests[index]
