@@ -43,9 +43,6 @@ class PrefixIndex:
         self._block_of_hash: dict[bytes, int] = {}
         self._hash_of_block: dict[int, bytes] = {}
 
-    def __len__(self) -> int:
-        return len(self._hash_of_block)
-
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._hash_of_block
 
