@@ -107,7 +107,9 @@ def up(
         "--dtype": dtype,
     }
     if port + gateways > 65536:
-        raise CommandError(f"{gateways} gateways do not fit above port {port}: choose a lower --port")
+        raise CommandError(
+            f"{gateways} gateways do not fit above port {port}: choose a lower --port"
+        )
     console = Console()
     options = LineOptions(
         model_path=ModelStore(models_directory(), console).resolve(model),

