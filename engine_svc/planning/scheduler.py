@@ -10,15 +10,16 @@ requests cannot evict each other in turns, and every request ends.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from operator import attrgetter
 from typing import Final
 
 from engine_svc.planning.block_tables import BlockTables
 from engine_svc.planning.errors import SamplingFailed
 from engine_svc.planning.limits import SchedulerConfig, SchedulerLoad
+from engine_svc.planning.plan_builder import PlanBuilder
 from engine_svc.planning.request import Finish, FinishReason, Request, RequestOutput
-from engine_svc.planning.step import RowStart, RowStep, StepPlan, StepResult
+from engine_svc.planning.step import RowStep, StepPlan, StepResult
 
 _ORDER: Final = attrgetter("order")
 
@@ -119,33 +120,34 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plans the next step; `commit` or `fail` must follow. Empty only without requests."""
         assert self._in_flight is None, "the former step is not committed"
-        starts: list[RowStart] = []
-        steps: list[RowStep] = []
-        unfinished_prefills = self._schedule_decodes(steps)
-        budget = self._config.max_num_batched_tokens - len(steps)
-        budget = self._schedule_prefills(unfinished_prefills, steps, budget)
-        self._start_waiting(starts, steps, budget)
-        self._in_flight = StepPlan(starts, steps)
+        builder = PlanBuilder(self._config.max_num_batched_tokens)
+        unfinished_prefills = self._schedule_decodes(builder)
+        self._schedule_prefills(unfinished_prefills, builder)
+        self._start_waiting(builder)
+        self._in_flight = builder.build()
+        assert self._in_flight.steps or not self._requests, "no request can go on"
         self._num_steps += 1
         return self._in_flight
 
-    def _schedule_decodes(self, steps: list[RowStep]) -> list[Request]:
+    def _schedule_decodes(self, builder: PlanBuilder) -> list[Request]:
         """Schedules every request with one token to go; returns those with more."""
         block_size = self._block_size
+        decodes = []
         unfinished_prefills = []
         # Preemption takes requests off the end of this list while it is gone through.
         for request in self._running:
             num_computed = request.num_computed_tokens
+            new_block_ids: Sequence[int] = ()
             if len(request.token_ids) - num_computed != 1:
                 unfinished_prefills.append(request)
                 continue
-            new_block_ids: list[int] | tuple[()] = ()
             if num_computed == len(request.block_ids) * block_size:
                 new_block_ids = self._take_block_for(request)
                 if not new_block_ids:
                     continue
             assert request.row is not None
-            steps.append(RowStep(request.row, num_computed, 1, new_block_ids, True))
+            decodes.append(RowStep(request.row, num_computed, 1, new_block_ids, True))
+        builder.add_decodes(decodes)
         return unfinished_prefills
 
     def _take_block_for(self, request: Request) -> list[int]:
@@ -172,33 +174,18 @@ class Scheduler:
         self._release(request)
         insort(self._waiting, request, key=_ORDER)
 
-    def _schedule_prefills(
-        self, requests: Iterable[Request], steps: list[RowStep], budget: int
-    ) -> int:
-        """Continues prefills, whose blocks are all theirs already; returns the budget left."""
+    def _schedule_prefills(self, requests: Iterable[Request], builder: PlanBuilder) -> None:
+        """Continues prefills while the budget lasts. Their blocks are all theirs already."""
         for request in requests:
-            if not budget:
-                break
-            budget -= self._schedule_chunk(request, [], steps, budget)
-        return budget
+            if builder.budget:
+                builder.add_chunk(request, ())
 
-    def _schedule_chunk(
-        self, request: Request, new_block_ids: list[int], steps: list[RowStep], budget: int
-    ) -> int:
-        assert request.row is not None
-        num_computed = request.num_computed_tokens
-        num_left = request.num_tokens - num_computed
-        num_scheduled = min(num_left, budget)
-        samples = num_scheduled == num_left
-        steps.append(RowStep(request.row, num_computed, num_scheduled, new_block_ids, samples))
-        return num_scheduled
-
-    def _start_waiting(self, starts: list[RowStart], steps: list[RowStep], budget: int) -> None:
+    def _start_waiting(self, builder: PlanBuilder) -> None:
         """Starts requests from the head of the queue while rows, blocks and budget last.
 
         A head that does not fit holds up the rest, or small requests could overtake it for ever.
         """
-        while self._waiting and self._free_rows and budget:
+        while self._waiting and self._free_rows and builder.budget:
             request = self._waiting[0]
             if self._blocked is not None:
                 blocked_request, num_free = self._blocked
@@ -210,9 +197,9 @@ class Scheduler:
                 return
             self._blocked = None
             del self._waiting[0]
-            start, new_block_ids = self._start(request, cached_block_ids)
-            starts.append(start)
-            budget -= self._schedule_chunk(request, new_block_ids, steps, budget)
+            new_block_ids = self._start(request, cached_block_ids)
+            builder.add_start(request, cached_block_ids)
+            builder.add_chunk(request, new_block_ids)
 
     def _has_room_for(self, request: Request, cached_block_ids: list[int]) -> bool:
         """Whether a request can start: with blocks for all its tokens, and one to spare for each
@@ -222,26 +209,17 @@ class Scheduler:
         num_taken = self._tables.num_taken_by(request, cached_block_ids)
         return num_taken + len(self._running) <= self._tables.num_free
 
-    def _start(self, request: Request, cached_block_ids: list[int]) -> tuple[RowStart, list[int]]:
-        """Puts a request into the batch; returns also its blocks beyond the cached ones."""
-        row = self._free_rows.pop()
-        request.row = row
-        self._rows[row] = request
+    def _start(self, request: Request, cached_block_ids: list[int]) -> list[int]:
+        """Puts a request into the batch; returns its blocks beyond the cached ones."""
+        request.row = self._free_rows.pop()
+        self._rows[request.row] = request
         new_block_ids = self._tables.start(request, cached_block_ids)
         insort(self._running, request, key=_ORDER)
         if not request.num_preemptions:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             self._num_prefix_cache_query_tokens += request.num_tokens
             self._num_prefix_cache_hit_tokens += request.num_computed_tokens
-        start = RowStart(
-            row,
-            # A copy: the plan stays what it was when the request gains tokens.
-            list(request.token_ids),
-            request.num_prompt_tokens,
-            request.sampling,
-            cached_block_ids,
-        )
-        return start, new_block_ids
+        return new_block_ids
 
     # A step is under way, and done
 

@@ -104,6 +104,21 @@ def test_a_head_of_queue_that_does_not_fit_yet_is_not_overtaken() -> None:
     assert driver.received["large"].finish.reason is FinishReason.LENGTH
 
 
+def test_a_start_leaves_a_block_to_spare_for_each_request_that_runs() -> None:
+    driver = make_driver(num_blocks=10, block_size=4, max_num_seqs=2)
+    running = driver.add("running", distinct_prompt(1, 28), greedy(12))
+    driver.add("waiting", distinct_prompt(2, 9), greedy(1))
+    driver.step()
+    # Its three blocks are free, but the first decode of `running` would take one of them back.
+    assert driver.scheduler.load.num_free_blocks == 3
+    assert driver.scheduler.load.num_waiting == 1
+    driver.add("small", distinct_prompt(3, 4), greedy(1), priority=1)
+    driver.step()
+    assert driver.received["small"].finish is not None
+    driver.run(max_steps=20)
+    assert running.num_preemptions == 0
+
+
 def test_the_victim_of_preemption_is_the_newest_of_the_lowest_priority() -> None:
     driver = make_driver(num_blocks=9, max_num_seqs=3, prefix_cache=False)
     requests = {

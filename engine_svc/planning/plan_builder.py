@@ -1,0 +1,46 @@
+"""A step's plan while it is being put together, and what is left of the step's token budget."""
+
+from collections.abc import Sequence
+
+from engine_svc.planning.request import Request
+from engine_svc.planning.step import RowStart, RowStep, StepPlan
+
+
+class PlanBuilder:
+    """Gathers what each row does. `budget` is how many more tokens the step may compute."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self._starts: list[RowStart] = []
+        self._steps: list[RowStep] = []
+
+    def add_start(self, request: Request, cached_block_ids: list[int]) -> None:
+        assert request.row is not None
+        start = RowStart(
+            request.row,
+            # A copy: the plan stays what it was when the request gains tokens.
+            list(request.token_ids),
+            request.num_prompt_tokens,
+            request.sampling,
+            cached_block_ids,
+        )
+        self._starts.append(start)
+
+    def add_decodes(self, decodes: list[RowStep]) -> None:
+        """Steps of one token each; the budget always has room for one per row."""
+        self._steps += decodes
+        self.budget -= len(decodes)
+
+    def add_chunk(self, request: Request, new_block_ids: Sequence[int]) -> None:
+        """As many of the request's tokens as the budget allows."""
+        assert request.row is not None and self.budget
+        num_computed = request.num_computed_tokens
+        num_left = len(request.token_ids) - num_computed
+        num_scheduled = min(num_left, self.budget)
+        samples = num_scheduled == num_left
+        step = RowStep(request.row, num_computed, num_scheduled, new_block_ids, samples)
+        self._steps.append(step)
+        self.budget -= num_scheduled
+
+    def build(self) -> StepPlan:
+        return StepPlan(self._starts, self._steps)
