@@ -1,0 +1,159 @@
+"""Carries out a job and sends its answer, streamed or whole; the endpoints say how it looks."""
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.errors import ClientDisconnected
+from gateway.generation import Usage
+from gateway.interruption import ended_by_disconnect
+from gateway.job import Job
+from gateway.pipeline import Pipeline
+from gateway.records import FINISH_REASONS
+from gateway.sse import DONE, PING, EventStream, error_event
+from protos.common.v1 import common_pb2
+from protos.detok.v1 import detok_pb2
+from protos.wire.errors import InternalError, TokenlineError, from_proto
+
+logger = logging.getLogger(__name__)
+
+# A whole answer has no pings to send; it only looks up this often.
+_PATIENCE_SECONDS: Final = 60.0
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice of a whole answer, as it grows."""
+
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[detok_pb2.TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def add(self, output: detok_pb2.Output) -> None:
+        self.texts.append(output.text)
+        self.logprobs.extend(output.logprobs)
+        self.finish_reason = finish_reason(output)
+
+
+class AnswerForm(Protocol):
+    """How an endpoint writes one answer, streamed or whole."""
+
+    def output_events(self, index: int, output: detok_pb2.Output) -> bytes:
+        """Events for what choice `index` gained; empty when there is nothing to say."""
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """The event before the last; empty when usage was not asked for."""
+
+    def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """The whole answer as JSON."""
+
+
+def answer(pipeline: Pipeline, job: Job, form: AnswerForm, ping_seconds: float) -> Response:
+    """The response that carries out `job`."""
+    if job.streams:
+        return StreamedAnswer(pipeline, job, form, ping_seconds)
+    return WholeAnswer(pipeline, job, form)
+
+
+class StreamedAnswer(Response):
+    """Runs the job and streams it. Errors before the first output are HTTP errors."""
+
+    def __init__(self, pipeline: Pipeline, job: Job, form: AnswerForm, ping_seconds: float) -> None:
+        self._pipeline = pipeline
+        self._job = job
+        self._form = form
+        self._ping_seconds = ping_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = EventStream(send)
+        with suppress(ClientDisconnected):
+            async with ended_by_disconnect(receive):
+                await self._answer(stream)
+
+    async def _answer(self, stream: EventStream) -> None:
+        try:
+            last = await self._stream_outputs(stream)
+        except Exception as error:
+            if not stream.started:
+                raise
+            last = error_event(_as_typed(error))
+        await stream.close(last + DONE)
+
+    async def _stream_outputs(self, stream: EventStream) -> bytes:
+        """Sends every output, and returns the events that end the stream."""
+        async with self._pipeline.run(self._job) as generation:
+            events = b""
+            while not generation.finished:
+                outputs = await generation.next_outputs(self._ping_seconds)
+                events = b"".join(
+                    [self._form.output_events(index, output) for index, output in outputs.items()]
+                )
+                failed = next(filter(_has_failed, outputs.values()), None)
+                if failed is not None:
+                    if stream.started and events:
+                        await stream.send(events)
+                    raise from_proto(failed.finish.error)
+                if not generation.finished and (events or not outputs):
+                    await stream.send(events or PING)
+            return events + self._form.usage_event(generation.usage)
+
+
+class WholeAnswer(Response):
+    """Runs the job and answers with one JSON body when all is there."""
+
+    def __init__(self, pipeline: Pipeline, job: Job, form: AnswerForm) -> None:
+        self._pipeline = pipeline
+        self._job = job
+        self._form = form
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(ClientDisconnected):
+            async with ended_by_disconnect(receive):
+                body = await self._collect()
+                await Response(body, media_type="application/json")(scope, receive, send)
+
+    async def _collect(self) -> bytes:
+        async with self._pipeline.run(self._job) as generation:
+            choices = [Choice() for _ in range(generation.num_choices)]
+            while not generation.finished:
+                outputs = await generation.next_outputs(_PATIENCE_SECONDS)
+                for index, output in outputs.items():
+                    if _has_failed(output):
+                        raise from_proto(output.finish.error)
+                    choices[index].add(output)
+            return self._form.body(choices, generation.usage)
+
+
+def usage_json(usage: Usage) -> dict[str, Any]:
+    """The `usage` object of both endpoints."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def finish_reason(output: detok_pb2.Output) -> str | None:
+    """The API's word for how the sequence ended; None while it has not."""
+    return FINISH_REASONS[output.finish.reason] if output.HasField("finish") else None
+
+
+def _has_failed(output: detok_pb2.Output) -> bool:
+    return output.HasField("finish") and output.finish.reason == common_pb2.FINISH_REASON_ERROR
+
+
+def _as_typed(error: Exception) -> TokenlineError:
+    if isinstance(error, TokenlineError):
+        return error
+    logger.exception("a stream failed")
+    return InternalError("The server failed on this request.")

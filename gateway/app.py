@@ -1,0 +1,121 @@
+"""The gateway's parts put together, and the routes that lead to them."""
+
+import os
+import socket
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Final, Self
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.routing import Route
+
+from gateway import chat_completions, completions
+from gateway.admission import Admission
+from gateway.chat_completions import ChatCompletions
+from gateway.completions import Completions
+from gateway.edge import Edge
+from gateway.errors import answer_http_exception, answer_typed_error
+from gateway.health import Health
+from gateway.lanes import Lanes
+from gateway.ledger import Ledger
+from gateway.metrics import Metrics
+from gateway.models import Models
+from gateway.pipeline import Pipeline
+from gateway.redis_client import open_redis
+from gateway.requests_api import Requests
+from gateway.settings import Settings
+from protos.wire.errors import TokenlineError
+
+_METRIC_LABELS: Final = {
+    **{
+        path: path
+        for path in (
+            "/",
+            "/healthz",
+            "/readyz",
+            "/metrics",
+            chat_completions.PATH,
+            completions.PATH,
+            "/v1/models",
+            "/v1/requests",
+        )
+    },
+    "/v1/models/": "/v1/models/{model}",
+    "/v1/requests/": "/v1/requests/{request_id}",
+}
+
+
+class Gateway:
+    """An async context manager: inside it, `app` serves. Construct it on the running loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.metrics = Metrics()
+        self.lanes = Lanes(settings.tokenizer, settings.detok, settings.engine)
+        self.ledger = Ledger(
+            open_redis(settings.redis),
+            settings.redis_prefix,
+            settings.record_ttl_seconds,
+            live_records=lambda: self.admission.records(),
+            on_cancel=lambda request_id, incarnation: self.admission.cancel(
+                request_id, incarnation
+            ),
+        )
+        self.admission = Admission(
+            f"{socket.gethostname()}:{os.getpid()}",
+            settings.max_live_requests,
+            self.metrics,
+            self.ledger.save,
+        )
+        self.metrics.watch(
+            self.admission.records,
+            self.lanes.engine_loads,
+            lambda: (self.ledger.available, self.ledger.num_dropped),
+        )
+        self.app = self._make_app(settings)
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        await self._stack.enter_async_context(self.ledger)
+        await self._stack.enter_async_context(self.lanes)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._stack.aclose()
+
+    def _make_app(self, settings: Settings) -> Starlette:
+        pipeline = Pipeline(self.lanes, self.admission, self.metrics)
+        limits = (settings.max_body_bytes, settings.ping_seconds)
+        chats = ChatCompletions(self.lanes, pipeline, *limits)
+        texts = Completions(self.lanes, pipeline, *limits)
+        models = Models(self.lanes)
+        requests = Requests(self.admission, self.ledger)
+        health = Health(self.lanes, self.admission, self.ledger, self.metrics)
+        app = Starlette(
+            routes=[
+                Route(chat_completions.PATH, chats.create, methods=["POST"]),
+                Route(completions.PATH, texts.create, methods=["POST"]),
+                Route("/v1/models", models.list, methods=["GET"]),
+                Route("/v1/models/{model:path}", models.get, methods=["GET"]),
+                Route("/v1/requests", requests.list, methods=["GET"]),
+                Route("/v1/requests/{request_id:path}", requests.get, methods=["GET"]),
+                Route("/v1/requests/{request_id:path}", requests.cancel, methods=["DELETE"]),
+                Route("/healthz", health.healthz, methods=["GET"]),
+                Route("/readyz", health.readyz, methods=["GET"]),
+                Route("/metrics", health.metrics, methods=["GET"]),
+                Route("/", health.about, methods=["GET"]),
+            ],
+            middleware=[Middleware(Edge, metrics=self.metrics, labels=_METRIC_LABELS)],
+            exception_handlers={
+                TokenlineError: answer_typed_error,
+                HTTPException: answer_http_exception,
+            },
+        )
+        app.router.redirect_slashes = False
+        return app

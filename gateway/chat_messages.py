@@ -1,0 +1,85 @@
+"""Checks the messages and tools of a chat, which then go to the tokenizer as they came."""
+
+from typing import Any, Final, Literal
+
+import msgspec
+
+from gateway.request_body import decode_part
+from protos.wire.errors import InvalidRequest
+
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+
+_TEXT_PARTS: Final = {"text": "text", "refusal": "refusal"}
+
+
+class ContentPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Message(msgspec.Struct):
+    role: Role
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    function_call: dict[str, Any] | None = None
+    refusal: str | None = None
+
+
+class ToolFunction(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(msgspec.Struct):
+    type: Literal["function"]
+    function: ToolFunction
+
+
+def checked_messages(raw: msgspec.Raw) -> bytes:
+    """`messages` as JSON for the chat template. Raises InvalidRequest with the path at fault."""
+    messages, normalised = decode_part(raw, list[Message], "messages")
+    if not messages:
+        raise _invalid("`messages` must not be empty.", "messages")
+    for index, message in enumerate(messages):
+        _check_message(message, f"messages[{index}]")
+    return normalised
+
+
+def checked_tools(raw: msgspec.Raw | None) -> bytes:
+    """`tools` as JSON for the chat template; empty for none."""
+    if raw is None:
+        return b""
+    tools, normalised = decode_part(raw, list[Tool] | None, "tools")
+    return normalised if tools else b""
+
+
+def _check_message(message: Message, path: str) -> None:
+    if message.content is None:
+        if message.role != "assistant":
+            raise _invalid(f"`{path}.content` must be text.", f"{path}.content")
+        if not (message.tool_calls or message.function_call or message.refusal):
+            raise _invalid(
+                f"`{path}` of the assistant needs `content` or `tool_calls`.", f"{path}.content"
+            )
+    elif isinstance(message.content, list):
+        for index, part in enumerate(message.content):
+            _check_part(part, f"{path}.content[{index}]")
+
+
+def _check_part(part: ContentPart, path: str) -> None:
+    field = _TEXT_PARTS.get(part.type)
+    if field is None:
+        raise InvalidRequest(
+            f"Content parts of type `{part.type}` are not supported; only text is.",
+            code="unsupported_value",
+            param=f"{path}.type",
+        )
+    if getattr(part, field) is None:
+        raise _invalid(f"Missing required field `{path}.{field}`.", f"{path}.{field}")
+
+
+def _invalid(message: str, param: str) -> InvalidRequest:
+    return InvalidRequest(message, code="invalid_value", param=param)

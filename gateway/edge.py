@@ -1,0 +1,58 @@
+"""What every HTTP request passes through: its identity, the count of answers, the last resort."""
+
+import logging
+from collections.abc import Mapping
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.errors import error_response
+from gateway.identity import identify
+from gateway.metrics import Metrics
+from protos.wire.errors import InternalError
+from protos.wire.logs import request_context
+
+logger = logging.getLogger(__name__)
+
+
+class Edge:
+    """ASGI middleware. `labels` maps paths to metric labels; paths with an id count by prefix."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, labels: Mapping[str, str]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._labels = labels
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        identity = identify(headers.get("x-request-id"), headers.get("traceparent", ""))
+        scope["state"]["identity"] = identity
+        label = self._label(scope["path"])
+        started = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                self._metrics.responses[label, message["status"]] += 1
+                MutableHeaders(scope=message).setdefault("x-request-id", identity.request_id)
+            await send(message)
+
+        with request_context(identity.request_id, identity.traceparent):
+            try:
+                await self._app(scope, receive, send_and_note)
+            except Exception:
+                logger.exception("%s %s failed", scope["method"], scope["path"])
+                if started:
+                    raise
+                response = error_response(InternalError("The server failed on this request."))
+                await response(scope, receive, send_and_note)
+
+    def _label(self, path: str) -> str:
+        if path in self._labels:
+            return self._labels[path]
+        prefix = path.rpartition("/")[0]
+        return self._labels.get(f"{prefix}/", "other")

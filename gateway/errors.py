@@ -1,0 +1,94 @@
+"""Errors as HTTP answers, in the shape of the OpenAI API."""
+
+from http import HTTPStatus
+from typing import Any, Final
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from protos.wire.errors import (
+    InternalError,
+    Overloaded,
+    RequestCancelled,
+    RequestTimeout,
+    TokenlineError,
+    Unavailable,
+)
+
+# What a client that gets 429 or 503 is told to wait.
+RETRY_AFTER_SECONDS: Final = 1
+
+_TYPES: Final[dict[type[TokenlineError], str]] = {
+    Overloaded: "rate_limit_error",
+    Unavailable: "service_unavailable_error",
+    RequestTimeout: "timeout_error",
+    RequestCancelled: "request_cancelled_error",
+    InternalError: "server_error",
+}
+
+
+class ClientDisconnected(RequestCancelled):
+    """The client closed its connection before the answer was complete."""
+
+    def __init__(self) -> None:
+        super().__init__("The client closed the connection.", code="client_disconnected")
+
+
+def error_body(error: TokenlineError) -> dict[str, Any]:
+    """`{"error": {"message", "type", "param", "code"}}`; empty words become null."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": _TYPES.get(type(error), "invalid_request_error"),
+            "param": error.param or None,
+            "code": error.code or None,
+        }
+    }
+
+
+def json_response(
+    body: object, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    return Response(
+        msgspec.json.encode(body), status, headers=headers, media_type="application/json"
+    )
+
+
+def error_response(error: TokenlineError) -> Response:
+    headers = {}
+    if isinstance(error, Overloaded | Unavailable):
+        headers["retry-after"] = str(RETRY_AFTER_SECONDS)
+    if error.http_status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+        # What is left of the body is not read.
+        headers["connection"] = "close"
+    return json_response(error_body(error), error.http_status, headers)
+
+
+async def answer_typed_error(request: Request, error: Exception) -> Response:
+    """Exception handler for TokenlineError."""
+    assert isinstance(error, TokenlineError)
+    return error_response(error)
+
+
+async def answer_http_exception(request: Request, error: Exception) -> Response:
+    """Exception handler for what Starlette's router raises: unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    place = f"{request.method} {request.url.path}"
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        message, code = f"There is nothing at {place}.", "not_found"
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = (error.headers or {}).get("Allow", "")
+        message, code = f"{place} is not allowed; use {allowed}.", "method_not_allowed"
+    else:
+        message, code = str(error.detail), ""
+    body = {
+        "error": {
+            "message": message,
+            "type": "invalid_request_error",
+            "param": None,
+            "code": code or None,
+        }
+    }
+    return json_response(body, error.status_code, dict(error.headers or {}))

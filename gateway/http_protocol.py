@@ -1,0 +1,75 @@
+"""HTTP/1.1 on a connection: uvicorn's protocol with bounded headers and errors in JSON."""
+
+from typing import Any, Final
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from gateway.errors import error_body
+from protos.wire.errors import InvalidRequest
+
+# Ample for any cookie or trace; a request line and headers beyond it are refused unread.
+MAX_HEADER_BYTES: Final = 64 << 10
+_HEADERS_TOO_LARGE: Final = 431
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """One connection. A request whose head is too large gets 431, one that is no HTTP gets 400."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._reading_head = True
+        # Of the head being read: bytes received, and bytes in complete headers.
+        self._num_received = 0
+        self._num_parsed = 0
+
+    def data_received(self, data: bytes) -> None:
+        was_reading_head = self._reading_head
+        super().data_received(data)
+        if was_reading_head and self._reading_head and not self.transport.is_closing():
+            self._num_received += len(data)
+            if self._num_received > MAX_HEADER_BYTES:
+                self.send_400_response("")
+
+    def on_message_begin(self) -> None:
+        self._reading_head = True
+        self._num_received = self._num_parsed = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._reading_head = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._reading_head = True
+        self._num_received = self._num_parsed = 0
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what cannot be parsed, and closes."""
+        if max(self._num_received, self._num_parsed) > MAX_HEADER_BYTES:
+            status, text = _HEADERS_TOO_LARGE, f"Headers are over {MAX_HEADER_BYTES} bytes."
+        else:
+            status, text = 400, "This is not a valid HTTP/1.1 request."
+        body = msgspec.json.encode(error_body(InvalidRequest(text, code="invalid_http")))
+        self.transport.write(
+            STATUS_LINE[status]
+            + b"content-type: application/json\r\nconnection: close\r\n"
+            + b"content-length: %d\r\n\r\n" % len(body)
+            + body
+        )
+        self.transport.close()
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_parsed += num_bytes
+        if self._num_parsed > MAX_HEADER_BYTES:
+            # httptools turns what a callback raises into a parser error, and stops.
+            raise ValueError("the head of the request is too large")

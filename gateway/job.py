@@ -1,0 +1,93 @@
+"""What a client asked for, free of HTTP: the input of the pipeline."""
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from gateway.identity import Identity
+from gateway.lanes import LineModel
+from gateway.openai_schema import GenerationFields
+from protos.common.v1 import common_pb2
+from protos.tokenizer.v1 import tokenizer_pb2
+
+_SEED_BYTES: Final = 8
+# Seeds that requests bring none of: not negative, so that they read well in a record.
+_RANDOM_SEED_BITS: Final = 63
+
+# Text still to be encoded, or token ids as the client gave them.
+Prompt = tokenizer_pb2.EncodeRequest | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One request. `sampling` lacks what the pipeline adds: seed, max_tokens and EOS tokens.
+
+    Choice i of prompt j has the index j * num_choices + i. `max_tokens` None means all the room
+    that the prompt leaves. `prompt_param` and `max_tokens_param` name the fields for errors.
+    """
+
+    request_id: str
+    traceparent: str
+    endpoint: str
+    model: LineModel
+    streams: bool
+    prompts: tuple[Prompt, ...]
+    prompt_param: str
+    num_choices: int
+    sampling: common_pb2.SamplingParameters
+    seed: int
+    max_tokens: int | None
+    max_tokens_param: str
+    stop: tuple[str, ...]
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    cache_salt: str
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prompts) * self.num_choices
+
+
+def job_from(
+    body: GenerationFields,
+    identity: Identity,
+    model: LineModel,
+    *,
+    endpoint: str,
+    prompts: Sequence[Prompt],
+    prompt_param: str,
+) -> Job:
+    """The job that a checked body asks for."""
+    max_tokens_param, max_tokens = body.token_limit
+    return Job(
+        request_id=identity.request_id,
+        traceparent=identity.traceparent,
+        endpoint=endpoint,
+        model=model,
+        streams=body.streams,
+        prompts=tuple(prompts),
+        prompt_param=prompt_param,
+        num_choices=body.num_choices,
+        sampling=body.sampling(),
+        seed=secrets.randbits(_RANDOM_SEED_BITS) if body.seed is None else body.seed,
+        max_tokens=max_tokens,
+        max_tokens_param=max_tokens_param,
+        stop=body.stop_strings,
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skips_special_tokens,
+        cache_salt=body.cache_salt or "",
+    )
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The seed of choice `index`: the request's own for choice 0, else a hash of both.
+
+    Signed 64-bit in and out.
+    """
+    if index == 0:
+        return seed
+    text = seed.to_bytes(_SEED_BYTES, "little", signed=True) + index.to_bytes(_SEED_BYTES, "little")
+    digest = hashlib.blake2b(text, digest_size=_SEED_BYTES).digest()
+    return int.from_bytes(digest, "little", signed=True)

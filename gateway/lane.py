@@ -1,0 +1,192 @@
+"""A lane: one replica of one service, what it last said about itself, and what is wrong with it."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Any, Final, Generic, Protocol, Self, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos.common.v1 import common_pb2
+from protos.detok.v1 import detok_pb2, detok_pb2_grpc
+from protos.engine.v1 import engine_pb2, engine_pb2_grpc
+from protos.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from protos.wire.channel import open_channel
+from protos.wire.errors import Unavailable, from_rpc_error
+from protos.wire.multiplex_client import StreamClient
+from protos.wire.stream_adapter import detok_adapter
+
+_STATUS_TIMEOUT_SECONDS: Final = 2.0
+# Templates and long prompts take time; a tokenizer that takes longer is taken to hang.
+_ENCODE_TIMEOUT_SECONDS: Final = 30.0
+_SERVING: Final = health_pb2.HealthCheckResponse.SERVING
+
+
+class _Status(Protocol):
+    @property
+    def model(self) -> common_pb2.ModelIdentity: ...
+
+
+StatusT = TypeVar("StatusT", bound=_Status)
+
+
+class Lane(Generic[StatusT]):
+    """Base of the three kinds. An async context manager that holds the channel.
+
+    `problem` says why the replica cannot be used now; empty when it can. `status` is the last
+    answer to GetStatus.
+    """
+
+    role = ""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.status: StatusT | None = None
+        self.problem = "has not answered yet"
+        self._channel = open_channel(address)
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._channel.close()
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} {self.address}"
+
+    @property
+    def healthy(self) -> bool:
+        return not self.problem
+
+    @property
+    def fingerprint(self) -> str:
+        """The model fingerprint it reports; empty while unknown."""
+        return self.status.model.fingerprint if self.status is not None else ""
+
+    @property
+    def num_live(self) -> int:
+        """Sequences of this gateway that depend on the lane."""
+        return 0
+
+    async def poll(self) -> None:
+        """Asks for health and status once, and updates `status` and `problem`."""
+        try:
+            answer = await self._health.Check(
+                health_pb2.HealthCheckRequest(), timeout=_STATUS_TIMEOUT_SECONDS
+            )
+            self.status = await self._get_status()
+        except grpc.aio.AioRpcError as error:
+            self.problem = f"cannot be reached ({error.code().name})"
+        else:
+            self.problem = "" if answer.status == _SERVING else "is starting or draining"
+
+    async def _get_status(self) -> StatusT:
+        raise NotImplementedError
+
+
+class TokenizerLane(Lane[tokenizer_pb2.GetStatusResponse]):
+    role = "tokenizer"
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self._stub = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
+
+    async def encode(self, request: tokenizer_pb2.EncodeRequest) -> Sequence[int]:
+        """Token ids of a prompt. Raises TokenlineError, Unavailable if the replica is at fault."""
+        try:
+            response = await self._stub.Encode(request, timeout=_ENCODE_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise Unavailable("The tokenizer did not answer in time.") from error
+            raise from_rpc_error(error) from error
+        return response.token_ids
+
+    async def _get_status(self) -> tokenizer_pb2.GetStatusResponse:
+        return await self._stub.GetStatus(
+            tokenizer_pb2.GetStatusRequest(), timeout=_STATUS_TIMEOUT_SECONDS
+        )
+
+
+class EngineLane(Lane[engine_pb2.GetStatusResponse]):
+    """An engine, which this gateway drives through the detokenizers only."""
+
+    role = "engine"
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.load = common_pb2.EngineLoad()
+        self.num_own_sequences = 0
+        self._stub = engine_pb2_grpc.EngineServiceStub(self._channel)
+
+    @property
+    def num_sequences(self) -> int:
+        """What it has to do: its own report, or what this gateway knows before the report."""
+        return max(self.num_own_sequences, self.load.num_running + self.load.num_waiting)
+
+    async def poll(self) -> None:
+        await super().poll()
+        if self.status is not None and self.healthy:
+            self.load = self.status.load
+
+    async def _get_status(self) -> engine_pb2.GetStatusResponse:
+        return await self._stub.GetStatus(
+            engine_pb2.GetStatusRequest(), timeout=_STATUS_TIMEOUT_SECONDS
+        )
+
+
+class DetokLane(Lane[detok_pb2.GetStatusResponse]):
+    """A detokenizer, with the one stream that carries all sequences through it."""
+
+    role = "detok"
+
+    def __init__(
+        self, address: str, on_loads: Callable[[Sequence[detok_pb2.EngineLoadReport]], None]
+    ) -> None:
+        super().__init__(address)
+        self._stub = detok_pb2_grpc.DetokServiceStub(self._channel)
+        self._stack = AsyncExitStack()
+        self.client: StreamClient[detok_pb2.Submit, detok_pb2.Output] = StreamClient(
+            self._stub.Generate,
+            detok_adapter(),
+            lost_code="detok_lost",
+            on_response=lambda response: on_loads(response.engine_loads),
+        )
+
+    @property
+    def num_live(self) -> int:
+        return self.client.num_live
+
+    async def __aenter__(self) -> Self:
+        await self._stack.enter_async_context(self.client)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._stack.aclose()
+        await super().__aexit__(kind, error, traceback)
+
+    async def _get_status(self) -> detok_pb2.GetStatusResponse:
+        return await self._stub.GetStatus(
+            detok_pb2.GetStatusRequest(), timeout=_STATUS_TIMEOUT_SECONDS
+        )
+
+
+AnyLane = TokenizerLane | EngineLane | DetokLane
+
+
+async def pause(lane: AnyLane) -> None:
+    """The wait between two polls: short while the replica is not usable."""
+    await asyncio.sleep(1.0 if lane.healthy else 0.2)

@@ -1,0 +1,107 @@
+"""The record of a request: what the ledger keeps and GET /v1/requests/{id} shows."""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, Final
+
+import msgspec
+
+from protos.common.v1 import common_pb2
+
+FINISH_REASONS: Final[dict[int, str]] = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
+    common_pb2.FINISH_REASON_CANCELLED: "cancelled",
+    common_pb2.FINISH_REASON_TIMEOUT: "timeout",
+    common_pb2.FINISH_REASON_ERROR: "error",
+}
+# Of several choices, the reason least like a plain end stands for the request.
+_GRAVITY: Final = ("stop", "tool_calls", "length", "timeout", "cancelled", "error")
+
+
+class Stage(StrEnum):
+    """Where a request is. It only moves down this list."""
+
+    PREPROCESSING = "preprocessing"
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    FINISHED = "finished"
+
+
+class RequestRecord(msgspec.Struct, kw_only=True):
+    """One request. `*_at` are unix seconds, None for a stage not reached; seed is the first
+    choice's. Written by the gateway `owner` only; `incarnation` tells two requests of one id apart.
+    """
+
+    id: str
+    incarnation: str
+    owner: str
+    endpoint: str
+    model: str
+    seed: int
+    num_choices: int
+    state: Stage = Stage.PREPROCESSING
+    preprocessing_at: float | None = None
+    waiting_at: float | None = None
+    prefilling_at: float | None = None
+    decoding_at: float | None = None
+    finished_at: float | None = None
+    engine: str = ""
+    detok: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    finish_reason: str | None = None
+    error_code: str | None = None
+    error_message: str | None = None
+
+    @property
+    def is_live(self) -> bool:
+        return self.state is not Stage.FINISHED
+
+    def to_hash(self) -> dict[str, str]:
+        """As a Redis hash; fields that are None are left out."""
+        fields = msgspec.to_builtins(self)
+        return {name: str(value) for name, value in fields.items() if value is not None}
+
+    @classmethod
+    def from_hash(cls, fields: Mapping[str, str]) -> "RequestRecord":
+        """Raises msgspec.ValidationError on a hash of another make."""
+        return msgspec.convert(dict(fields), cls, strict=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """As the API shows it."""
+        error = None
+        if self.error_message is not None:
+            error = {"code": self.error_code, "message": self.error_message}
+        return {
+            "id": self.id,
+            "object": "request",
+            "state": self.state,
+            "finish_reason": self.finish_reason,
+            "error": error,
+            "endpoint": self.endpoint,
+            "model": self.model,
+            "stage_times": {
+                stage.value: getattr(self, f"{stage.value}_at")
+                for stage in Stage
+                if getattr(self, f"{stage.value}_at") is not None
+            },
+            "counts": {
+                "choices": self.num_choices,
+                "prompt_tokens": self.prompt_tokens,
+                "cached_tokens": self.cached_tokens,
+                "completion_tokens": self.completion_tokens,
+            },
+            "seed": self.seed,
+            "engine": self.engine or None,
+            "detok": self.detok or None,
+            "gateway": self.owner,
+        }
+
+
+def gravest(reasons: list[str]) -> str:
+    """The finish reason of a request whose choices ended with `reasons`."""
+    return max(reasons, key=_GRAVITY.index)

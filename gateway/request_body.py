@@ -1,0 +1,109 @@
+"""Bodies from the network: bounded in size and depth, decoded once, errors that name the field."""
+
+import re
+from typing import Any, Final, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from gateway.errors import ClientDisconnected
+from protos.wire.errors import InvalidRequest, TooLarge
+
+T = TypeVar("T")
+
+# Deep enough for any real schema; far from the recursion limits of those who read it further on.
+MAX_NESTING: Final = 100
+
+_BRACKETS_OUTSIDE_STRINGS: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
+_LONE_SURROGATE: Final = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
+_VALIDATION_MESSAGE: Final = re.compile(r"(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?", re.DOTALL)
+_MISSING_FIELD: Final = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body. TooLarge at once when it is announced to be over `max_bytes`."""
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > max_bytes:
+        raise _too_large(max_bytes)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > max_bytes:
+                raise _too_large(max_bytes)
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise ClientDisconnected from error
+    return b"".join(parts)
+
+
+def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """The typed body; InvalidRequest with `param` where a field is at fault."""
+    _check_nesting(body)
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise invalid_field(error) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if _LONE_SURROGATE.search(body):
+            raise InvalidRequest(
+                "A string in the body holds half of a surrogate pair, which is no character.",
+                code="invalid_string",
+            ) from error
+        raise InvalidRequest(
+            f"The body is not valid JSON: {error}.", code="invalid_json"
+        ) from error
+
+
+def decode_part(raw: bytes | msgspec.Raw, kind: Any, param: str) -> tuple[Any, bytes]:
+    """Checks a part of a body that is handed on as JSON, unknown keys included.
+
+    Returns it as `kind`, and as normalised JSON. Errors name paths below `param`.
+    """
+    whole = decode_body(bytes(raw), msgspec.json.Decoder())
+    try:
+        return msgspec.convert(whole, kind), msgspec.json.encode(whole)
+    except msgspec.ValidationError as error:
+        raise invalid_field(error, param) from error
+
+
+def invalid_field(error: msgspec.ValidationError, within: str = "") -> InvalidRequest:
+    """msgspec's "Expected `int`, got `str` - at `$.messages[0].role`", with its path as `param`."""
+    match = _VALIDATION_MESSAGE.fullmatch(str(error))
+    assert match is not None
+    what = match["what"]
+    param = within + (match["path"] or "$").removeprefix("$")
+    missing = _MISSING_FIELD.fullmatch(what)
+    if missing is not None:
+        param = f"{param}.{missing['name']}".lstrip(".")
+        return InvalidRequest(
+            f"Missing required field `{param}`.", code="missing_field", param=param
+        )
+    param = param.lstrip(".")
+    place = f"`{param}`" if param else "the body"
+    what = what[:1].lower() + what[1:]
+    return InvalidRequest(f"Invalid value for {place}: {what}.", code="invalid_value", param=param)
+
+
+def _too_large(max_bytes: int) -> TooLarge:
+    return TooLarge(f"The body is over the limit of {max_bytes} bytes.", code="body_too_large")
+
+
+def _check_nesting(body: bytes) -> None:
+    if body.count(b"[") + body.count(b"{") <= MAX_NESTING:
+        return
+    depth = 0
+    for match in _BRACKETS_OUTSIDE_STRINGS.finditer(body):
+        first = body[match.start()]
+        if first in b"[{":
+            depth += 1
+            if depth > MAX_NESTING:
+                raise InvalidRequest(
+                    f"The body is nested deeper than {MAX_NESTING} levels.", code="too_deep"
+                )
+        elif first in b"]}":
+            depth -= 1

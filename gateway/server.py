@@ -1,0 +1,102 @@
+"""The gateway process: listens, serves until told to stop, drains, leaves nothing behind."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+from typing import Final
+
+import uvicorn
+
+from gateway.app import Gateway
+from gateway.http_protocol import HttpProtocol
+from gateway.settings import Settings
+from protos.wire.errors import StartupError
+from protos.wire.service import install_stop_signals
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG: Final = 2048
+_KEEP_ALIVE_SECONDS: Final = 75
+# How long requests that were cancelled by the drain have to say so to their clients.
+_CANCEL_GRACE_SECONDS: Final = 2.0
+_CLOSE_SECONDS: Final = 3
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with the process's signals left to us."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(settings: Settings) -> None:
+    """The body of the process."""
+    await serve_until(settings, install_stop_signals())
+
+
+async def serve_until(
+    settings: Settings, stop: asyncio.Event, bound: "asyncio.Future[int] | None" = None
+) -> None:
+    """Serves until `stop`, then drains. `bound` is told the port once connections are accepted."""
+    with _listen(settings.host, settings.port) as listener:
+        port = listener.getsockname()[1]
+        async with Gateway(settings) as gateway:
+            server = Server(_uvicorn_config(gateway))
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            try:
+                logger.info("listening on http://%s:%d", settings.host, port)
+                if bound is not None:
+                    bound.set_result(port)
+                await _until_stopped(stop, serving)
+                await drain(gateway, settings.drain_seconds)
+            finally:
+                server.should_exit = True
+                await serving
+
+
+async def drain(gateway: Gateway, drain_seconds: float) -> None:
+    """Takes no more requests, gives those in progress their time, then cancels them."""
+    admission = gateway.admission
+    admission.draining = True
+    logger.info("draining %d requests", len(admission.records()))
+    for seconds in (drain_seconds, _CANCEL_GRACE_SECONDS):
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(admission.until_empty(), seconds)
+        admission.cancel_all()
+
+
+async def _until_stopped(stop: asyncio.Event, serving: "asyncio.Task[None]") -> None:
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((stopped, serving), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.cancel()
+
+
+def _uvicorn_config(gateway: Gateway) -> uvicorn.Config:
+    return uvicorn.Config(
+        gateway.app,
+        http=HttpProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_CLOSE_SECONDS,
+        backlog=_BACKLOG,
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise StartupError(
+            f"port {port} on {host} is taken or may not be used ({error.strerror}); choose "
+            "another with --port"
+        ) from error

@@ -1,0 +1,40 @@
+"""What a gateway can be told at its start."""
+
+from dataclasses import dataclass
+
+from protos.wire.settings import REQUIRED, parse_size, setting
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Flags `--max-live-requests …`, or `TOKENLINE_GATEWAY_MAX_LIVE_REQUESTS` and so on."""
+
+    tokenizer: tuple[str, ...] = setting(REQUIRED, "Tokenizer services, host:port[,host:port…].")
+    detok: tuple[str, ...] = setting(REQUIRED, "Detokenizer services, host:port[,host:port…].")
+    engine: tuple[str, ...] = setting(
+        REQUIRED, "Engines, host:port[,host:port…], as the detokenizers reach them."
+    )
+    host: str = setting("127.0.0.1", "Address to listen on.")
+    port: int = setting(8000, "Port to listen on; 0 picks a free one.", minimum=0, maximum=65535)
+    redis: str = setting(
+        "redis://127.0.0.1:6379/0",
+        "Redis or Valkey: redis://, rediss://, unix://, "
+        "redis+sentinel://host:port[,host:port…]/master[/db] or redis+cluster://host:port.",
+    )
+    redis_prefix: str = setting("tokenline:", "What every Redis key and channel begins with.")
+    record_ttl_seconds: int = setting(
+        3600, "How long the record of a finished request stays in Redis.", minimum=1
+    )
+    max_live_requests: int = setting(
+        1024, "Requests in progress beyond which new ones get HTTP 429.", minimum=1
+    )
+    max_body_bytes: int = setting(
+        16 << 20, "Largest request body, such as 16MiB.", parse=parse_size, minimum=1
+    )
+    ping_seconds: float = setting(
+        15.0, "A stream with nothing to say sends a comment this often.", minimum=0.01
+    )
+    drain_seconds: float = setting(
+        30.0, "How long requests in progress may go on after SIGTERM.", minimum=0.0
+    )
+    log_level: str = setting("info", "Log level.", choices=("debug", "info", "warning", "error"))
