@@ -35,6 +35,11 @@ class SchedulerConfig:
         """Tokens whose KV the pool can hold."""
         return self.num_blocks * self.block_size
 
+    @property
+    def max_servable_len(self) -> int:
+        """The longest sequence, prompt and output together, that can come to its end here."""
+        return min(self.max_model_len, self.num_slots)
+
     def check(self, request: Request, num_waiting: int) -> None:
         """Raises RequestRefused for a request that could never finish, or when too many wait."""
         wanted = (

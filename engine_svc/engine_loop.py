@@ -1,0 +1,186 @@
+"""The engine's thread: take commands, schedule, execute, commit, publish; asleep while idle."""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable, Hashable
+from types import TracebackType
+from typing import Final, Protocol, Self
+
+from engine_svc.planning.errors import RequestRefused
+from engine_svc.planning.limits import SchedulerLoad
+from engine_svc.planning.request import Finish, FinishReason, Request, RequestOutput
+from engine_svc.planning.scheduler import Scheduler
+from engine_svc.planning.step import StepPlan, StepResult
+from protos.wire.errors import InternalError, Unavailable
+
+logger = logging.getLogger(__name__)
+
+# A step may fail for its requests' sake; this many in a row mean that nothing works any more.
+_MAX_FAILED_STEPS_IN_A_ROW: Final = 3
+
+
+class Executor(Protocol):
+    """The compute half of the engine, as this half sees it."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Computes a step. After an exception the rows of the plan hold nothing of use."""
+
+
+class EngineLoop:
+    """Runs a scheduler and an executor on a thread of its own. An async context manager.
+
+    `deliver` is called on the event loop with the outputs of a step, `on_failure` when the engine
+    cannot go on: then all requests have failed, `failure` says why, and only a new process helps.
+    Leaving the block ends what still runs, and the thread.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        deliver: Callable[[list[RequestOutput]], None],
+        on_failure: Callable[[], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._deliver = deliver
+        self._on_failure = on_failure
+        # Run by the thread between steps, in order; what they return is published.
+        self._commands: queue.SimpleQueue[Callable[[], list[RequestOutput]]] = queue.SimpleQueue()
+        self._load = scheduler.load
+        self._stopping = False
+        self._num_failed_steps_in_a_row = 0
+        self._thread = threading.Thread(target=self._run, name="engine")
+        self.failure: Exception | None = None
+
+    @property
+    def load(self) -> SchedulerLoad:
+        """As of the last step, or of going idle."""
+        return self._load
+
+    async def __aenter__(self) -> Self:
+        self._event_loop = asyncio.get_running_loop()
+        self._thread.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._commands.put(self._stop)
+        await asyncio.to_thread(self._thread.join)
+
+    # For the event loop
+
+    def submit(self, request: Request) -> None:
+        """Queues a request; it ends in exactly one output with `finish`, also when refused."""
+        if self.failure is not None:
+            raise _engine_lost()
+        self._commands.put(lambda: self._add(request))
+
+    def abort(self, key: Hashable) -> None:
+        """Ends a request with CANCELLED once the running step is done; ignores unknown keys."""
+        self._commands.put(lambda: self._scheduler.abort(key))
+
+    def fail_all(self, error: Exception) -> None:
+        """Ends every request with `error`, once the running step is done."""
+        self._commands.put(lambda: self._scheduler.fail_all(error))
+
+    # For the engine's thread
+
+    def _run(self) -> None:
+        try:
+            while True:
+                outputs = self._take_commands()
+                if self._stopping:
+                    self._publish(outputs)
+                    return
+                self._step(outputs)
+        except Exception as error:
+            logger.exception("the engine cannot go on")
+            self.failure = error
+            self._event_loop.call_soon_threadsafe(self._give_up)
+
+    def _step(self, outputs: list[RequestOutput]) -> None:
+        """One step; `outputs` of the commands before it travel with the news of who starts."""
+        plan = self._scheduler.schedule()
+        self._publish(outputs + self._scheduler.first_starts(plan))
+        result = self._execute(plan)
+        if isinstance(result, StepResult):
+            self._publish(self._scheduler.commit(plan, result))
+        else:
+            self._publish(self._scheduler.fail(plan, result))
+
+    def _take_commands(self) -> list[RequestOutput]:
+        """Runs the commands that have come; sleeps while there is neither command nor request."""
+        outputs: list[RequestOutput] = []
+        while not self._stopping:
+            idle = not self._scheduler.has_requests
+            if idle:
+                self._publish(outputs)
+                outputs = []
+            try:
+                command = self._commands.get(block=idle)
+            except queue.Empty:
+                break
+            outputs += command()
+        return outputs
+
+    def _execute(self, plan: StepPlan) -> StepResult | InternalError:
+        """The step's result, or what its requests are told when it failed."""
+        try:
+            result = self._executor.execute(plan)
+        except Exception:
+            self._num_failed_steps_in_a_row += 1
+            if self._num_failed_steps_in_a_row >= _MAX_FAILED_STEPS_IN_A_ROW:
+                raise
+            logger.exception("a step failed; its %d requests end", len(plan.steps))
+            return InternalError("The engine failed on this request.", code="engine_failed")
+        self._num_failed_steps_in_a_row = 0
+        return result
+
+    def _publish(self, outputs: list[RequestOutput]) -> None:
+        """Hands outputs to the event loop, all in one call: waking it costs more than a token."""
+        self._load = self._scheduler.load
+        if outputs:
+            self._event_loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def _add(self, request: Request) -> list[RequestOutput]:
+        try:
+            self._scheduler.add(request)
+        except RequestRefused as error:
+            request.finish = Finish(FinishReason.ERROR, error=error)
+        # Set also for a record whose outputs were complete already.
+        return [] if request.finish is None else [RequestOutput(request, finish=request.finish)]
+
+    def _stop(self) -> list[RequestOutput]:
+        self._stopping = True
+        return self._scheduler.fail_all(_engine_lost())
+
+    def _give_up(self) -> None:
+        """Ends every request after a failure. On the event loop: the thread is no more."""
+        outputs = []
+        # `failure` is set, so no submit can follow those that are here.
+        while not self._commands.empty():
+            outputs += self._commands.get()()
+        outputs += self._scheduler.fail_all(_engine_lost())
+        self._load = self._scheduler.load
+        self._deliver(outputs)
+        self._on_failure()
+
+
+def _engine_lost() -> Unavailable:
+    return Unavailable("The engine stopped while it worked on this request.", code="engine_lost")

@@ -1,0 +1,158 @@
+"""Between the wire's messages and the objects of planning; requests are validated here."""
+
+import math
+from collections.abc import Hashable
+
+from engine_svc.planning.errors import (
+    ContextLengthExceeded,
+    KvCapacityExceeded,
+    SamplingFailed,
+    WaitingQueueFull,
+)
+from engine_svc.planning.limits import SchedulerLoad
+from engine_svc.planning.request import Finish, FinishReason, Request, RequestOutput
+from engine_svc.planning.step import SamplingParameters
+from protos.common.v1 import common_pb2
+from protos.engine.v1 import engine_pb2
+from protos.wire.errors import (
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    TokenlineError,
+    to_proto,
+)
+
+_REASONS = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
+    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+}
+
+
+def request_from_record(
+    record: common_pb2.GenerationRecord, key: Hashable, vocab_size: int
+) -> Request:
+    """A request to schedule. Raises InvalidRequest that names the field at fault."""
+    if not record.prompt_token_ids:
+        raise InvalidRequest("The prompt is empty.", param="prompt")
+    for name in ("prompt_token_ids", "output_token_ids"):
+        _check_token_ids(name, max(getattr(record, name), default=0), vocab_size)
+    return Request(
+        key,
+        [*record.prompt_token_ids, *record.output_token_ids],
+        len(record.prompt_token_ids),
+        _sampling_from_proto(record.sampling, vocab_size),
+        record.priority,
+        record.cache_salt,
+    )
+
+
+def _sampling_from_proto(
+    sampling: common_pb2.SamplingParameters, vocab_size: int
+) -> SamplingParameters:
+    _check(sampling.max_tokens >= 1, "max_tokens", "must be at least 1")
+    _check_number("temperature", sampling.temperature, low=0.0)
+    _check_number("top_p", sampling.top_p, low=0.0, high=1.0, low_is_allowed=False)
+    _check_number("min_p", sampling.min_p, low=0.0, high=1.0)
+    _check_number("repetition_penalty", sampling.repetition_penalty, low=0.0, low_is_allowed=False)
+    _check_number("presence_penalty", sampling.presence_penalty)
+    _check_number("frequency_penalty", sampling.frequency_penalty)
+    _check(
+        sampling.top_logprobs <= vocab_size,
+        "top_logprobs",
+        f"must be at most {vocab_size}, the size of the vocabulary",
+    )
+    _check_token_ids("stop_token_ids", max(sampling.stop_token_ids, default=0), vocab_size)
+    return SamplingParameters(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        # Not checked: they are the model's own, and some models name ids they have no logit for.
+        eos_token_ids=frozenset(sampling.eos_token_ids),
+        stop_token_ids=frozenset(sampling.stop_token_ids),
+        logprobs=sampling.logprobs,
+        top_logprobs=sampling.top_logprobs if sampling.logprobs else 0,
+    )
+
+
+def _check(valid: bool, param: str, problem: str) -> None:
+    if not valid:
+        raise InvalidRequest(f"{param} {problem}.", param=param)
+
+
+def _check_number(
+    param: str,
+    value: float,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    low_is_allowed: bool = True,
+) -> None:
+    above_low = value >= low if low_is_allowed else value > low
+    _check(
+        math.isfinite(value) and above_low and value <= high,
+        param,
+        f"must be a finite number in {'[' if low_is_allowed else '('}{low:g}, {high:g}], "
+        f"got {value:g}",
+    )
+
+
+def _check_token_ids(param: str, highest: int, vocab_size: int) -> None:
+    _check(
+        highest < vocab_size,
+        param,
+        f"holds the token id {highest}, but the model's ids are below {vocab_size}",
+    )
+
+
+def output_to_proto(output: RequestOutput, sequence_id: int) -> engine_pb2.Output:
+    message = engine_pb2.Output(sequence_id=sequence_id, token_ids=output.token_ids)
+    for entry in output.logprobs:
+        message.logprobs.add(
+            logprob=entry.logprob,
+            top_token_ids=entry.top_token_ids,
+            top_logprobs=entry.top_logprobs,
+        )
+    if output.prefill_started:
+        message.prefill_started = True
+        message.num_cached_tokens = output.request.num_cached_tokens
+    if output.finish is not None:
+        message.finish.CopyFrom(_finish_to_proto(output.finish))
+    return message
+
+
+def _finish_to_proto(finish: Finish) -> common_pb2.Finish:
+    message = common_pb2.Finish(reason=_REASONS[finish.reason])
+    if finish.stop_token_id is not None:
+        message.stop_token_id = finish.stop_token_id
+    if finish.error is not None:
+        message.error.CopyFrom(to_proto(wire_error(finish.error)))
+    return message
+
+
+def wire_error(error: Exception) -> TokenlineError:
+    """The error that a user is shown for what ended a request."""
+    match error:
+        case TokenlineError():
+            return error
+        case ContextLengthExceeded():
+            return InvalidRequest(str(error), code="context_length_exceeded", param="max_tokens")
+        case KvCapacityExceeded():
+            return InvalidRequest(str(error), code="kv_capacity", param="max_tokens")
+        case WaitingQueueFull():
+            return Overloaded(str(error), code="queue_full")
+        case SamplingFailed():
+            return InternalError(f"No token could be sampled: {error}.", code="sampling_failed")
+        case _:
+            return InternalError("The engine failed on this request.", code="engine_failed")
+
+
+def load_to_proto(load: SchedulerLoad) -> common_pb2.EngineLoad:
+    return common_pb2.EngineLoad(**load._asdict())

@@ -1,0 +1,146 @@
+"""The engine's gRPC service: sequences come and go on streams, the engine loop does the work."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from engine_svc.engine_loop import EngineLoop, Executor
+from engine_svc.messages import load_to_proto, output_to_proto, request_from_record
+from engine_svc.planning.limits import SchedulerConfig
+from engine_svc.planning.request import Request, RequestOutput
+from engine_svc.planning.scheduler import Scheduler
+from protos.common.v1 import common_pb2
+from protos.engine.v1 import engine_pb2, engine_pb2_grpc
+from protos.wire.errors import Unavailable
+from protos.wire.logs import request_context
+from protos.wire.multiplex_server import Outbox, serve_stream
+from protos.wire.stream_adapter import engine_adapter
+
+logger = logging.getLogger(__name__)
+
+EngineOutbox = Outbox[engine_pb2.Submit, engine_pb2.Output]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceKey:
+    """Names a request to the scheduler and says where its outputs go."""
+
+    outbox: EngineOutbox
+    sequence_id: int
+    request_id: str = field(default="", compare=False)
+    traceparent: str = field(default="", compare=False)
+
+
+class EngineService(engine_pb2_grpc.EngineServiceServicer):
+    """Serves one model. An async context manager, which runs the engine's thread.
+
+    `on_failure` is called when the engine cannot go on; `failure` then says why.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: SchedulerConfig,
+        model: common_pb2.ModelIdentity,
+        on_failure: Callable[[], None],
+    ) -> None:
+        self._engine = EngineLoop(Scheduler(config), executor, self._deliver, on_failure)
+        self._vocab_size = executor.vocab_size
+        self._config = config
+        self._model = model
+        self._adapter = engine_adapter(lambda: load_to_proto(self._engine.load))
+        self._num_live = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+
+    @property
+    def failure(self) -> Exception | None:
+        return self._engine.failure
+
+    async def __aenter__(self) -> Self:
+        await self._engine.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._engine.__aexit__(kind, error, traceback)
+
+    # The gRPC methods
+
+    # grpc.aio also takes a coroutine that writes to the context; the type stubs do not know it.
+    async def Generate(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[engine_pb2.GenerateRequest], context: Any
+    ) -> None:
+        await serve_stream(request_iterator, context, self, self._adapter)
+
+    async def GetStatus(
+        self, request: engine_pb2.GetStatusRequest, context: Any
+    ) -> engine_pb2.GetStatusResponse:
+        return engine_pb2.GetStatusResponse(
+            model=self._model,
+            vocab_size=self._vocab_size,
+            max_model_len=self._config.max_servable_len,
+            max_num_seqs=self._config.max_num_seqs,
+            block_size=self._config.block_size,
+            load=load_to_proto(self._engine.load),
+        )
+
+    # The commands of a stream
+
+    def submit(self, submit: engine_pb2.Submit, outbox: EngineOutbox) -> None:
+        if self._draining:
+            raise Unavailable("This engine is shutting down.", code="engine_draining")
+        key = SequenceKey(outbox, submit.sequence_id, submit.request_id, submit.traceparent)
+        self._engine.submit(request_from_record(submit.record, key, self._vocab_size))
+        self._num_live += 1
+        self._idle.clear()
+
+    def abort(self, sequence_id: int, outbox: EngineOutbox) -> None:
+        self._engine.abort(SequenceKey(outbox, sequence_id))
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            key = output.request.key
+            assert isinstance(key, SequenceKey)
+            key.outbox.emit(output_to_proto(output, key.sequence_id))
+            if output.finish is not None:
+                self._num_live -= 1
+                _log_finish(key, output.request)
+        if not self._num_live:
+            self._idle.set()
+
+    async def drain(self, seconds: float) -> None:
+        """Refuses new sequences, lets the others end for so long, then ends them.
+
+        What is left ends as UNAVAILABLE: it is not at fault, and can be continued elsewhere.
+        """
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except TimeoutError:
+            logger.warning("%d sequences still run after %s s", self._num_live, seconds)
+            error = Unavailable("This engine is shutting down.", code="engine_draining")
+            self._engine.fail_all(error)
+            await self._idle.wait()
+
+
+def _log_finish(key: SequenceKey, request: Request) -> None:
+    finish = request.finish
+    assert finish is not None
+    with request_context(key.request_id, key.traceparent):
+        logger.info(
+            "finished: %s, %d prompt tokens (%d cached), %d output tokens%s",
+            finish.reason.value,
+            request.num_prompt_tokens,
+            request.num_cached_tokens,
+            request.num_tokens - request.num_prompt_tokens,
+            f", {finish.error}" if finish.error else "",
+        )

@@ -1,0 +1,49 @@
+"""What an engine can be told at its start."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from protos.wire.errors import StartupError
+from protos.wire.settings import REQUIRED, parse_size, setting
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Flags `--max-num-seqs …`, or `TOKENLINE_ENGINE_MAX_NUM_SEQS` and so on."""
+
+    model: Path = setting(REQUIRED, "The model: a GGUF file or a Hugging Face directory.")
+    host: str = setting("127.0.0.1", "Address to listen on.")
+    port: int = setting(8003, "Port to listen on; 0 picks a free one.", minimum=0, maximum=65535)
+    max_num_seqs: int = setting(64, "The most sequences that run at once.", minimum=1)
+    max_num_batched_tokens: int = setting(
+        2048,
+        "The most tokens computed in one step, so also the largest chunk of a prompt; at least "
+        "max-num-seqs.",
+        minimum=1,
+    )
+    max_model_len: int = setting(
+        0, "The most tokens of one sequence, prompt and output; 0 for the model's own.", minimum=0
+    )
+    kv_memory: int = setting(
+        0, "Memory for the KV cache, such as 2GiB; 0 for a share of what is free.", parse=parse_size
+    )
+    block_size: int = setting(16, "Tokens per KV block.", minimum=1, maximum=256)
+    prefix_cache: bool = setting(True, "Reuse the KV of prompts that begin alike.")
+    max_waiting: int = setting(
+        1024, "Sequences that may wait; more are refused as overload.", minimum=1
+    )
+    num_threads: int = setting(0, "CPU threads that compute; 0 for one per core.", minimum=0)
+    dtype: str = setting(
+        "float32", "The type that weights and KV are held in.", choices=("float32", "bfloat16")
+    )
+    drain_seconds: float = setting(
+        10.0, "How long running sequences may go on after SIGTERM.", minimum=0.0
+    )
+    log_level: str = setting("info", "Log level.", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise StartupError(
+                f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least "
+                f"--max-num-seqs ({self.max_num_seqs}), so that every sequence gets a token a step"
+            )
