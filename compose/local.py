@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
-import httpx2
 import psutil
 from rich.console import Console
 
@@ -22,7 +21,8 @@ from compose.readiness import wait_until_ready
 from compose.state_file import ServiceState, StateFile
 from compose.supervisor import Supervisor
 
-_GRACE_SECONDS: Final = 30.0
+# Longer than the 30 s that a gateway gives the requests in progress (its --drain-seconds).
+_GRACE_SECONDS: Final = 40.0
 
 
 async def run_line(options: LineOptions, console: Console, state_directory: Path) -> None:
@@ -78,14 +78,10 @@ async def _run_until_stopped(
 
 async def _show_readiness(line: Line, console: Console) -> str:
     """Waits for the line, showing what it waits for; returns the name of its model."""
-    if console.is_terminal:
-        with console.status("starting") as spinner:
-            await wait_until_ready(line.gateway_urls, spinner.update)
-    else:
-        await wait_until_ready(line.gateway_urls, console.print)
-    async with httpx2.AsyncClient(trust_env=False) as client:
-        answer = await client.get(f"{line.gateway_urls[0]}/v1/models")
-        return str(answer.raise_for_status().json()["data"][0]["id"])
+    if not console.is_terminal:
+        return await wait_until_ready(line.gateway_urls, console.print)
+    with console.status("starting") as spinner:
+        return await wait_until_ready(line.gateway_urls, spinner.update)
 
 
 @asynccontextmanager

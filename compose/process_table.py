@@ -14,6 +14,7 @@ from compose.gateway_client import GatewayClient
 from compose.state_file import LineState, ServiceState
 
 _CPU_SAMPLE_SECONDS: Final = 0.3
+_PIPE_WIDTH: Final = 1000
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,9 @@ class ProcessUsage:
 
 def show_lines(lines: Sequence[LineState], console: Console) -> None:
     """Prints a table of processes and one of requests for each line."""
+    if not console.is_terminal:
+        # What reads a pipe has no width: nothing is cut off for it.
+        console.width = _PIPE_WIDTH
     processes = _sample([service for line in lines for service in line.services])
     for line in lines:
         gateways = ", ".join(line.gateway_urls)
@@ -36,21 +40,16 @@ def show_lines(lines: Sequence[LineState], console: Console) -> None:
             markup=False,
             highlight=False,
         )
-        _print(_service_table(line.services, processes), console)
+        console.print(_service_table(line.services, processes))
         try:
             requests = _live_requests(line.gateway_urls)
         except CommandError as error:
             console.print(f"no list of requests: {error}", soft_wrap=True, markup=False)
             continue
         if requests:
-            _print(_request_table(requests), console)
+            console.print(_request_table(requests))
         else:
             console.print("no live request")
-
-
-def _print(table: Table, console: Console) -> None:
-    # In a pipe nothing is cut off, however narrow the terminal is thought to be.
-    console.print(table, soft_wrap=not console.is_terminal)
 
 
 def _sample(services: Sequence[ServiceState]) -> dict[int, ProcessUsage]:
@@ -104,20 +103,23 @@ def _live_requests(gateway_urls: Sequence[str]) -> list[Mapping[str, Any]]:
     for url in gateway_urls:
         with GatewayClient(url) as client:
             for request in client.live_requests():
-                found[str(request.get("id"))] = request
+                found[request["id"]] = request
     return list(found.values())
 
 
 def _request_table(requests: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("request", "state", ">prompt", ">output", ">age")
+    table = _table("request", "state", ">prompt", ">cached", ">output", ">age", "engine")
     for request in requests:
-        created = float(request.get("created") or time.time())
+        counts = request["counts"]
+        began = min(request["stage_times"].values(), default=time.time())
         table.add_row(
-            str(request.get("id", "")),
-            str(request.get("state", "")),
-            str(request.get("num_prompt_tokens", "")),
-            str(request.get("num_output_tokens", "")),
-            format_duration(time.time() - created),
+            request["id"],
+            request["state"],
+            str(counts["prompt_tokens"]),
+            str(counts["cached_tokens"]),
+            str(counts["completion_tokens"]),
+            format_duration(time.time() - began),
+            request["engine"] or "-",
         )
     return table
 

@@ -1,0 +1,169 @@
+"""`tokenline chat` shows what arrives, remembers it, and says clearly what went wrong."""
+
+import io
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from compose.answer_view import Answer, show_answer
+from compose.chat import Conversation
+from compose.errors import CommandError
+from compose.gateway_client import AnswerPart, GatewayClient
+from tests.fakes.http_app import serve_app
+from tests.fakes.stand_in_gateway import StandInGateway, chunk, usage
+
+EVENTS = [
+    {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
+    chunk("It is "),
+    chunk("Paris.\nReally"),
+    chunk(None, "stop"),
+    usage(7),
+    "[DONE]",
+]
+
+
+@pytest.fixture
+def gateway() -> StandInGateway:
+    return StandInGateway(EVENTS)
+
+
+@pytest.fixture
+def url(gateway: StandInGateway) -> Iterator[str]:
+    with serve_app(gateway.app) as url:
+        yield url
+
+
+def run_chat(url: str, *arguments: str, typed: str = "") -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("tokenline")), "chat", "--url", url, *arguments]
+    return subprocess.run(command, input=typed, capture_output=True, text=True, timeout=60)
+
+
+def test_one_question_prints_the_answer_alone(gateway: StandInGateway, url: str) -> None:
+    result = run_chat(
+        url, "Where?", "--system", "Be brief.", "--temperature", "0", "--max-tokens", "9"
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "It is Paris.\nReally\n"
+    assert "7 tokens" in result.stderr
+    (body,) = gateway.bodies
+    assert body["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Where?"},
+    ]
+    assert (body["temperature"], body["max_tokens"], body["stream"]) == (0, 9, True)
+
+
+def test_a_conversation_sends_what_was_said_before(gateway: StandInGateway, url: str) -> None:
+    result = run_chat(url, typed="first\n\nsecond\n")
+    assert result.returncode == 0, result.stderr
+    assert "stand-in" in result.stdout
+    assert [message["content"] for message in gateway.bodies[1]["messages"]] == [
+        "first",
+        "It is Paris.\nReally",
+        "second",
+    ]
+    assert "temperature" not in gateway.bodies[0]
+
+
+def test_after_an_error_the_conversation_goes_on(gateway: StandInGateway, url: str) -> None:
+    gateway.refusal = (400, b'{"error": {"message": "too long"}}')
+    result = run_chat(url, typed="first\nsecond\n")
+    assert result.returncode == 0
+    assert result.stdout.count("the gateway refused: too long") == 2
+    assert [len(body["messages"]) for body in gateway.bodies] == [1, 1]
+
+
+def test_nothing_there_says_how_to_start_it() -> None:
+    result = run_chat("http://127.0.0.1:9", "hi")
+    assert result.returncode == 1
+    assert "tokenline up" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def ask(url: str) -> Answer:
+    console = Console(file=io.StringIO())
+    with GatewayClient(url) as client:
+        return Conversation(client, console, "", {}).ask("Where?")
+
+
+@pytest.mark.parametrize(
+    ("events", "words"),
+    [
+        ([chunk("It"), {"error": {"message": "engine lost"}}, "[DONE]"], "engine lost"),
+        ([chunk("It")], "closed the connection"),
+        (["{not json"], "does not answer as a gateway"),
+    ],
+)
+def test_an_answer_that_breaks_off_is_an_error(
+    events: list[object], words: str, gateway: StandInGateway, url: str
+) -> None:
+    gateway.events = events  # type: ignore[assignment]
+    with pytest.raises(CommandError, match=words):
+        ask(url)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (429, b'{"error": {"message": "try later"}}', "try later"),
+        (502, b"<html>", "status 502"),
+    ],
+)
+def test_a_refusal_is_told(
+    status: int, body: bytes, words: str, gateway: StandInGateway, url: str
+) -> None:
+    gateway.refusal = (status, body)
+    with pytest.raises(CommandError, match=words):
+        ask(url)
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+def test_the_url_may_be_that_of_the_api(suffix: str, url: str) -> None:
+    assert ask(url + suffix).text == "It is Paris.\nReally"
+
+
+def terminal() -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=60, color_system=None)
+
+
+def printed(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_in_a_terminal_the_rate_is_shown_while_text_arrives() -> None:
+    console = terminal()
+    parts = [AnswerPart("It is "), AnswerPart("Paris.\nReally"), AnswerPart(completion_tokens=7)]
+    answer = show_answer(parts, console)
+    assert answer.text == "It is Paris.\nReally"
+    text = printed(console)
+    assert "1 token" in text
+    assert "7 tokens" in text
+    assert text.index("It is Paris.\n") < text.index("Really")
+
+
+def test_ctrl_c_keeps_what_has_arrived() -> None:
+    def parts() -> Iterator[AnswerPart]:
+        yield AnswerPart("It is")
+        raise KeyboardInterrupt
+
+    answer = show_answer(parts(), terminal())
+    assert answer.text == "It is"
+    assert answer.finish_reason == "cancelled"
+    assert "ended by cancelled" in answer.summary
+
+
+def test_model_output_is_never_taken_for_markup() -> None:
+    console = terminal()
+    show_answer([AnswerPart("[red]x[/red] [link=y]z")], console)
+    assert "[red]x[/red] [link=y]z" in printed(console)
+
+
+def test_the_rate_counts_from_first_to_last_token() -> None:
+    answer = Answer(text="x", num_tokens=11, first_token_seconds=1.0, seconds=3.0)
+    assert answer.summary == "11 tokens, 5.0 tokens/s, first after 1.00 s"
+    assert Answer().summary == "0 tokens"

@@ -1,0 +1,78 @@
+"""The command starts fast, and every error is one line that says what to do."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = {"torch", "grpc", "transformers", "numpy", "tokenizers", "starlette", "redis"}
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("tokenline")), *arguments]
+    return subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_the_command_loads_nothing_heavy() -> None:
+    code = "import sys, compose.cli; print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert HEAVY & {name.partition(".")[0] for name in result.stdout.split()} == set()
+
+
+@pytest.mark.parametrize("command", ["up", "pull", "chat", "ps"])
+def test_each_command_has_help(command: str) -> None:
+    result = run(command, "--help", COLUMNS="200", NO_COLOR="1")
+    assert result.returncode == 0
+    # Every option says what it is for.
+    options = [line for line in result.stdout.splitlines() if re.match(r"│ +--", line)]
+    assert options
+    assert all(len(line.strip("│ ").split()) > 3 for line in options)
+
+
+def test_without_arguments_the_commands_are_listed() -> None:
+    result = run()
+    assert all(command in result.stdout + result.stderr for command in ("up", "pull", "chat", "ps"))
+
+
+def test_ps_without_a_line_says_how_to_start_one(tmp_path: Path) -> None:
+    result = run("ps", XDG_RUNTIME_DIR=str(tmp_path))
+    assert result.returncode == 1
+    assert result.stderr == "tokenline: no line runs here: start one with `tokenline up`\n"
+
+
+def test_a_missing_model_is_one_line() -> None:
+    result = run("up", "--model", "no-such-model")
+    assert result.returncode == 1
+    assert result.stderr.startswith("tokenline: model not found: no-such-model")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_taken_port_is_one_line(tmp_path: Path) -> None:
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"GGUF")
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = str(holder.getsockname()[1])
+        result = run("up", "--model", str(model), "--port", port, XDG_RUNTIME_DIR=str(tmp_path))
+    assert result.returncode == 1
+    assert f"port {port} is taken" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_model_larger_than_the_memory_is_one_line(tmp_path: Path) -> None:
+    model = tmp_path / "m.gguf"
+    with model.open("wb") as file:
+        file.write(b"GGUF")
+        # A sparse file: it takes no room.
+        file.truncate(1 << 43)
+    result = run("up", "--model", str(model), "--port", "0", XDG_RUNTIME_DIR=str(tmp_path))
+    assert result.returncode == 1
+    assert "not enough memory" in result.stderr
+    assert len(result.stderr.splitlines()) == 1

@@ -1,0 +1,73 @@
+"""`tokenline ps` shows processes and live requests."""
+
+import io
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from compose.process_table import format_duration, show_lines
+from compose.state_file import LineState, ServiceState
+from tests.fakes.http_app import serve_app
+from tests.fakes.stand_in_gateway import StandInGateway
+
+REQUEST = {
+    "id": "chatcmpl-1",
+    "state": "decoding",
+    "stage_times": {"preprocessing": time.time() - 65, "decoding": time.time() - 1},
+    "counts": {"prompt_tokens": 12, "cached_tokens": 8, "completion_tokens": 3},
+    "engine": "127.0.0.1:20001",
+}
+
+
+@pytest.fixture
+def gateway() -> StandInGateway:
+    return StandInGateway()
+
+
+@pytest.fixture
+def url(gateway: StandInGateway) -> Iterator[str]:
+    with serve_app(gateway.app) as url:
+        yield url
+
+
+def show(*urls: str) -> list[list[str]]:
+    services = (
+        ServiceState("engine_svc", os.getpid(), "127.0.0.1:20001", 2),
+        ServiceState("gateway", 2**22 + 1, "127.0.0.1:8000", 0),
+    )
+    console = Console(file=io.StringIO(), width=40)
+    show_lines([LineState(1, 0.0, "m.gguf", urls, services)], console)
+    assert isinstance(console.file, io.StringIO)
+    return [line.split() for line in console.file.getvalue().splitlines()]
+
+
+def test_processes_are_shown_with_what_they_use(url: str) -> None:
+    rows = {row[0]: row for row in show(url) if row}
+    engine = rows["engine_svc"]
+    assert engine[1:3] == [str(os.getpid()), "20001"]
+    assert float(engine[4]) > 10
+    assert engine[-1] == "2"
+    # A process that has ended since is still listed.
+    assert "ended" in rows["gateway"]
+
+
+def test_live_requests_of_all_gateways_are_shown_once(gateway: StandInGateway, url: str) -> None:
+    gateway.requests = [REQUEST]
+    rows = [row for row in show(url, url) if row and row[0] == "chatcmpl-1"]
+    assert rows == [["chatcmpl-1", "decoding", "12", "8", "3", "1m05s", "127.0.0.1:20001"]]
+
+
+def test_no_request_and_no_gateway_are_said(url: str) -> None:
+    assert ["no", "live", "request"] in show(url)
+    assert any("nothing answers" in " ".join(row) for row in show("http://127.0.0.1:9"))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-1, "0s"), (7.9, "7s"), (192, "3m12s"), (7500, "2h05m"), (4 * 86400 + 7 * 3600, "4d07h")],
+)
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
