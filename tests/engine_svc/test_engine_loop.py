@@ -1,0 +1,212 @@
+"""The engine's thread: steps, commands between them, failures, the way to its end."""
+
+import asyncio
+import threading
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from engine_svc.engine_loop import EngineLoop
+from engine_svc.planning.errors import KvCapacityExceeded
+from engine_svc.planning.request import FinishReason, Request, RequestOutput
+from engine_svc.planning.scheduler import Scheduler
+from engine_svc.planning.step import StepPlan
+from protos.wire.errors import InternalError, Unavailable
+from tests.fakes.engine_server import scheduler_config
+from tests.fakes.fake_executor import FakeExecutor, reference_outputs
+from tests.fakes.scheduler_driver import Received, greedy
+from tests.fakes.waiting import until
+
+
+class Collector:
+    """Takes what the loop delivers; `deliveries` keeps each call apart."""
+
+    def __init__(self) -> None:
+        self.received: defaultdict[object, Received] = defaultdict(Received)
+        self.deliveries: list[list[RequestOutput]] = []
+        self.failed = asyncio.Event()
+
+    def deliver(self, outputs: list[RequestOutput]) -> None:
+        assert outputs
+        self.deliveries.append(outputs)
+        for output in outputs:
+            self.received[output.request.key].take(output)
+
+    async def finish_of(self, key: object) -> Received:
+        await until(lambda: self.received[key].finish is not None, f"the finish of {key}")
+        return self.received[key]
+
+
+@asynccontextmanager
+async def running_loop(
+    executor: FakeExecutor, **limits: int
+) -> AsyncIterator[tuple[EngineLoop, Collector]]:
+    collector = Collector()
+    scheduler = Scheduler(scheduler_config(executor, **limits))
+    async with EngineLoop(
+        scheduler, executor, collector.deliver, on_failure=collector.failed.set
+    ) as loop:
+        yield loop, collector
+
+
+def request(key: str, *, length: int = 5, max_tokens: int = 4) -> Request:
+    prompt = [ord(key[0]) % 50, *range(length - 1)]
+    return Request(key, prompt, length, greedy(max_tokens))
+
+
+class Gate:
+    """Holds steps back: each waits in `before_step` until it is let through."""
+
+    def __init__(self) -> None:
+        self.arrived = threading.Semaphore(0)
+        self._passes = threading.Semaphore(0)
+
+    def before_step(self, plan: StepPlan) -> None:
+        self.arrived.release()
+        assert self._passes.acquire(timeout=30)
+
+    async def wait_for_step(self) -> None:
+        assert await asyncio.to_thread(self.arrived.acquire, timeout=30)
+
+    def open(self, num_steps: int = 1) -> None:
+        self._passes.release(num_steps)
+
+
+async def test_requests_are_answered_and_the_thread_sleeps_while_there_is_none() -> None:
+    executor = FakeExecutor()
+    async with running_loop(executor) as (loop, collector):
+        for key in ("a", "b"):
+            loop.submit(request(key))
+            received = await collector.finish_of(key)
+            expected, _ = reference_outputs(request(key).token_ids, greedy(4), executor.vocab_size)
+            assert received.token_ids == expected
+            assert received.num_starts == 1
+        assert executor.num_steps == 8
+        assert loop.load.num_steps == 8
+        assert loop.load.num_free_blocks == executor.num_blocks
+
+
+async def test_a_step_is_published_in_one_delivery_and_the_start_before_the_step_runs() -> None:
+    gate = Gate()
+    async with running_loop(FakeExecutor(before_step=gate.before_step)) as (loop, collector):
+        for key in ("a", "b", "c"):
+            loop.submit(request(key, max_tokens=2))
+        # The first step may begin before all have come; the second has them all.
+        await gate.wait_for_step()
+        await until(lambda: bool(collector.deliveries))
+        assert all(output.prefill_started for output in collector.deliveries[0])
+        assert not any(output.token_ids for output in collector.deliveries[0])
+        gate.open(10)
+        for key in ("a", "b", "c"):
+            assert len((await collector.finish_of(key)).token_ids) == 2
+        assert sum(len(output.token_ids) for output in collector.deliveries[-1]) >= 2
+        assert len(collector.deliveries) <= 2 * loop.load.num_steps
+
+
+async def test_an_abort_during_a_step_is_answered_after_it_and_no_further_step_is_made() -> None:
+    gate = Gate()
+    executor = FakeExecutor(before_step=gate.before_step)
+    async with running_loop(executor) as (loop, collector):
+        loop.submit(request("a", max_tokens=100))
+        await gate.wait_for_step()
+        loop.abort("a")
+        gate.open()
+        received = await collector.finish_of("a")
+        assert received.finish is not None
+        assert received.finish.reason is FinishReason.CANCELLED
+        assert executor.num_steps == 1
+        assert loop.load.num_free_blocks == executor.num_blocks
+        loop.abort("a")
+        loop.abort("never heard of")
+        loop.submit(request("b", max_tokens=1))
+        gate.open()
+        await collector.finish_of("b")
+
+
+async def test_a_refused_request_ends_with_the_refusal() -> None:
+    async with running_loop(FakeExecutor(num_blocks=2)) as (loop, collector):
+        loop.submit(request("a", length=30, max_tokens=30))
+        finish = (await collector.finish_of("a")).finish
+        assert finish is not None
+        assert isinstance(finish.error, KvCapacityExceeded)
+
+
+async def test_a_record_that_is_complete_already_is_finished_without_a_step() -> None:
+    executor = FakeExecutor()
+    async with running_loop(executor) as (loop, collector):
+        loop.submit(Request("a", [1, 2, 3, 4], 2, greedy(2)))
+        finish = (await collector.finish_of("a")).finish
+        assert finish is not None
+        assert finish.reason is FinishReason.LENGTH
+        assert executor.num_steps == 0
+
+
+def failing_steps(*numbers: int) -> Callable[[StepPlan], None]:
+    steps = iter(range(1_000_000))
+
+    def before_step(plan: StepPlan) -> None:
+        if next(steps) in numbers:
+            raise RuntimeError("the device is unwell")
+
+    return before_step
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 3])
+async def test_bug_22_an_executor_error_ends_its_requests_with_an_error_and_frees_their_blocks(
+    num_tokens: int,
+) -> None:
+    executor = FakeExecutor(before_step=failing_steps(num_tokens))
+    async with running_loop(executor) as (loop, collector):
+        loop.submit(request("a", max_tokens=10))
+        received = await collector.finish_of("a")
+        assert received.finish is not None
+        assert received.finish.reason is FinishReason.ERROR
+        assert isinstance(received.finish.error, InternalError)
+        assert len(received.token_ids) == num_tokens
+        assert loop.load.num_free_blocks == executor.num_blocks
+        # The engine goes on.
+        loop.submit(request("b"))
+        expected, _ = reference_outputs(request("b").token_ids, greedy(4), executor.vocab_size)
+        assert (await collector.finish_of("b")).token_ids == expected
+        assert loop.failure is None
+
+
+async def test_bug_22_other_streams_go_on_when_a_step_without_them_fails() -> None:
+    executor = FakeExecutor(before_step=failing_steps(0))
+    async with running_loop(executor, max_num_seqs=1) as (loop, collector):
+        loop.submit(request("a"))
+        loop.submit(request("b"))
+        finish_a, finish_b = [(await collector.finish_of(key)).finish for key in "ab"]
+        assert finish_a is not None and finish_a.reason is FinishReason.ERROR
+        assert finish_b is not None and finish_b.reason is FinishReason.LENGTH
+
+
+async def test_repeated_failures_end_the_engine_and_every_request_once() -> None:
+    def fail(plan: StepPlan) -> None:
+        raise RuntimeError("the device is gone")
+
+    executor = FakeExecutor(before_step=fail)
+    async with running_loop(executor, max_num_seqs=1) as (loop, collector):
+        for key in ("a", "b", "c", "d", "e"):
+            loop.submit(request(key))
+        await asyncio.wait_for(collector.failed.wait(), 30)
+        assert isinstance(loop.failure, RuntimeError)
+        finishes = [collector.received[key].finish for key in "abcde"]
+        kinds = [type(finish.error) for finish in finishes if finish is not None]
+        assert kinds == [InternalError] * 2 + [Unavailable] * 3
+        with pytest.raises(Unavailable):
+            loop.submit(request("f"))
+
+
+async def test_leaving_the_block_ends_what_still_runs() -> None:
+    gate = Gate()
+    async with running_loop(FakeExecutor(before_step=gate.before_step)) as (loop, collector):
+        loop.submit(request("a", max_tokens=1000))
+        await gate.wait_for_step()
+        asyncio.get_running_loop().call_later(0.05, gate.open, 2000)
+    finish = (await collector.finish_of("a")).finish
+    assert finish is not None
+    assert isinstance(finish.error, Unavailable)
+    assert not any(thread.name == "engine" for thread in threading.enumerate())

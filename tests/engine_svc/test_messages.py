@@ -1,0 +1,152 @@
+"""Requests are validated at the edge, and every field is carried both ways."""
+
+import math
+
+import pytest
+
+from engine_svc.messages import load_to_proto, output_to_proto, request_from_record, wire_error
+from engine_svc.planning.errors import (
+    ContextLengthExceeded,
+    KvCapacityExceeded,
+    SamplingFailed,
+    WaitingQueueFull,
+)
+from engine_svc.planning.limits import SchedulerLoad
+from engine_svc.planning.request import Finish, FinishReason, Request, RequestOutput
+from engine_svc.planning.step import SamplingParameters, TokenLogprobs
+from protos.common.v1 import common_pb2
+from protos.wire.errors import InternalError, InvalidRequest, Overloaded, Unavailable
+
+VOCAB_SIZE = 100
+
+
+def record(**changes: object) -> common_pb2.GenerationRecord:
+    values: dict[str, object] = {
+        "max_tokens": 7,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 3,
+        "min_p": 0.1,
+        "seed": -5,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.25,
+        "eos_token_ids": [2, 100_000],
+        "stop_token_ids": [99],
+        "logprobs": True,
+        "top_logprobs": 4,
+    }
+    fields = {"prompt_token_ids": [1, 2, 3], "output_token_ids": [4]}
+    for name, value in changes.items():
+        (values if name in values else fields)[name] = value  # type: ignore[assignment]
+    sampling = common_pb2.SamplingParameters(**values)  # type: ignore[arg-type]
+    return common_pb2.GenerationRecord(sampling=sampling, **fields)  # type: ignore[arg-type]
+
+
+def test_every_field_of_a_record_reaches_the_request() -> None:
+    request = request_from_record(record(priority=-3, cache_salt="s"), "key", VOCAB_SIZE)
+    assert request.key == "key"
+    assert (request.token_ids, request.num_prompt_tokens) == ([1, 2, 3, 4], 3)
+    assert (request.priority, request.cache_salt) == (-3, "s")
+    assert request.sampling == SamplingParameters(
+        max_tokens=7,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=3,
+        min_p=0.1,
+        seed=-5,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        eos_token_ids=frozenset({2, 100_000}),
+        stop_token_ids=frozenset({99}),
+        logprobs=True,
+        top_logprobs=4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompt_token_ids": []}, "prompt"),
+        ({"prompt_token_ids": [1, 100]}, "prompt_token_ids"),
+        ({"output_token_ids": [100]}, "output_token_ids"),
+        ({"stop_token_ids": [100]}, "stop_token_ids"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"temperature": math.inf}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"presence_penalty": math.nan}, "presence_penalty"),
+        ({"frequency_penalty": math.inf}, "frequency_penalty"),
+        ({"top_logprobs": 101}, "top_logprobs"),
+    ],
+)
+def test_a_bad_field_is_named(change: dict[str, object], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        request_from_record(record(**change), "key", VOCAB_SIZE)
+    assert caught.value.param == param
+    assert caught.value.message
+
+
+def test_every_field_of_an_output_reaches_the_wire() -> None:
+    request = Request("key", [1, 2], 2, SamplingParameters(max_tokens=1))
+    request.num_cached_tokens = 16
+    logprobs = (TokenLogprobs(-0.5, [7, 8], [-0.5, -1.5]),)
+    finish = Finish(FinishReason.STOP, stop_token_id=7)
+    message = output_to_proto(RequestOutput(request, (7,), logprobs, True, finish), 3)
+    assert (message.sequence_id, list(message.token_ids)) == (3, [7])
+    assert list(message.logprobs[0].top_token_ids) == [7, 8]
+    assert list(message.logprobs[0].top_logprobs) == [-0.5, -1.5]
+    assert (message.prefill_started, message.num_cached_tokens) == (True, 16)
+    assert message.finish.reason == common_pb2.FINISH_REASON_STOP
+    assert message.finish.stop_token_id == 7
+
+
+def test_an_output_without_finish_has_none_on_the_wire() -> None:
+    request = Request("key", [1, 2], 2, SamplingParameters(max_tokens=1))
+    message = output_to_proto(RequestOutput(request, (7,)), 3)
+    assert not message.HasField("finish")
+    assert not message.prefill_started
+
+
+def test_finishing_by_eos_names_no_stop_match_even_for_token_id_zero() -> None:
+    request = Request("key", [1, 2], 2, SamplingParameters(max_tokens=1))
+    by_eos = output_to_proto(RequestOutput(request, finish=Finish(FinishReason.STOP)), 3)
+    assert by_eos.finish.WhichOneof("stop_match") is None
+    finish = Finish(FinishReason.STOP, stop_token_id=0)
+    by_stop = output_to_proto(RequestOutput(request, finish=finish), 3)
+    assert by_stop.finish.WhichOneof("stop_match") == "stop_token_id"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "code"),
+    [
+        (ContextLengthExceeded("x"), InvalidRequest, "context_length_exceeded"),
+        (KvCapacityExceeded("x"), InvalidRequest, "kv_capacity"),
+        (WaitingQueueFull("x"), Overloaded, "queue_full"),
+        (SamplingFailed("x"), InternalError, "sampling_failed"),
+        (Unavailable("x", code="engine_draining"), Unavailable, "engine_draining"),
+        (RuntimeError("x"), InternalError, "engine_failed"),
+    ],
+)
+def test_what_ended_a_request_becomes_one_typed_error(
+    error: Exception, kind: type[Exception], code: str
+) -> None:
+    shown = wire_error(error)
+    assert type(shown) is kind
+    assert shown.code == code
+    request = Request("key", [1, 2], 2, SamplingParameters(max_tokens=1))
+    output = RequestOutput(request, finish=Finish(FinishReason.ERROR, error=error))
+    assert output_to_proto(output, 3).finish.error.code == code
+
+
+def test_the_load_has_every_field() -> None:
+    load = SchedulerLoad(1, 2, 3, 4, 5, 6, 7, 8)
+    message = load_to_proto(load)
+    assert [getattr(message, name) for name in load._fields] == list(load)
+    assert {field.name for field in message.DESCRIPTOR.fields} == set(load._fields)
