@@ -1,0 +1,137 @@
+"""The tokens of one sequence, one by one, to settled text, listed ids and shown log-probabilities.
+
+What is settled after some tokens is a function of these tokens alone, however they were grouped:
+so a sequence can be taken up again from its ids, and a streamed answer equals one sent whole.
+"""
+
+from collections.abc import Mapping
+
+from detok_svc.incremental_decoder import REPLACEMENT, IncrementalDecoder
+from detok_svc.stop_strings import StopStrings
+from detok_svc.token_logprobs import PendingLogprobs
+from protos.detok.v1 import detok_pb2
+from protos.engine.v1 import engine_pb2
+
+
+class TextAssembler:
+    """Joins decoder, stop strings and log-probabilities.
+
+    A token is listed when its text is known, so that none is listed beyond a stop string. Text is
+    settled when it cannot be part of a stop string. A token's log-probabilities are settled when
+    it is known that the token is shown.
+
+    endings: tokens that end the sequence, which the decoder does not see, and what each is shown
+    as: "" for not at all.
+    logprobs: None when none were asked for.
+    """
+
+    def __init__(
+        self,
+        decoder: IncrementalDecoder,
+        stops: StopStrings | None,
+        *,
+        includes_stop: bool,
+        endings: Mapping[int, str],
+        logprobs: PendingLogprobs | None,
+    ) -> None:
+        self._decoder = decoder
+        self._stops = stops
+        self._includes_stop = includes_stop
+        self._endings = endings
+        self._logprobs = logprobs
+        # Tokens whose text is not known yet.
+        self._held: list[tuple[int, engine_pb2.TokenLogprobs | None]] = []
+        # Characters of the output so far, and of its settled text, that taken away included.
+        self._num_characters = 0
+        self.num_settled_characters = 0
+        # Settled and not yet taken away.
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[detok_pb2.TokenLogprobs] = []
+        # What ended the text, once it has: a stop string, or a token of `endings`.
+        self.stop_string = ""
+        self.ending: tuple[int, engine_pb2.TokenLogprobs | None] | None = None
+
+    @property
+    def num_unsettled(self) -> int:
+        """Tokens that are not listed yet, or whose log-probabilities are not settled."""
+        return len(self._held) + (len(self._logprobs) if self._logprobs is not None else 0)
+
+    def add(self, token_id: int, logprobs: engine_pb2.TokenLogprobs | None = None) -> None:
+        """Takes the next token. Nothing may be added once the text has ended."""
+        if token_id in self._endings:
+            self.ending = token_id, logprobs
+            return
+        # Whether the token's text begins with what is left of a character that it breaks.
+        breaks_character = self._logprobs is not None and self._decoder.has_unfinished_character
+        texts = self._decoder.decode(token_id)
+        if len(texts) == 1 and not self._held:
+            self._place(token_id, logprobs, texts[0], breaks_character)
+            return
+        self._held.append((token_id, logprobs))
+        self._place_held(texts)
+
+    def end(self) -> None:
+        """Settles all there is, as the sequence ends. A stop string may still be found in it."""
+        texts, rest = self._decoder.flush()
+        self._place_held(texts)
+        if rest and not self.stop_string:
+            self._push(rest)
+        if self.stop_string:
+            return
+        if self._stops is not None:
+            self.texts.append(self._stops.flush())
+        if self._logprobs is not None:
+            self.logprobs += self._logprobs.settle_all()
+        if self.ending is not None:
+            self._show_ending(*self.ending)
+
+    def take(self) -> tuple[str, list[int], list[detok_pb2.TokenLogprobs]]:
+        """Takes away what has settled since the last call: text, token ids, log-probabilities."""
+        settled = "".join(self.texts), self.token_ids, self.logprobs
+        self.texts, self.token_ids, self.logprobs = [], [], []
+        return settled
+
+    def _place_held(self, texts: list[str]) -> None:
+        for (token_id, logprobs), text in zip(self._held, texts, strict=False):
+            self._place(token_id, logprobs, text, False)
+            if self.stop_string:
+                self._held.clear()
+                return
+        del self._held[: len(texts)]
+
+    def _place(
+        self,
+        token_id: int,
+        logprobs: engine_pb2.TokenLogprobs | None,
+        text: str,
+        breaks_character: bool,
+    ) -> None:
+        self.token_ids.append(token_id)
+        if self._logprobs is not None:
+            start = self._num_characters + (breaks_character and text.startswith(REPLACEMENT))
+            adds_text = self._decoder.adds_text(token_id)
+            self._logprobs.add(start, adds_text, token_id, logprobs)
+        self._push(text)
+
+    def _push(self, text: str) -> None:
+        self._num_characters += len(text)
+        if self._stops is not None:
+            text, self.stop_string = self._stops.push(text)
+            if self.stop_string and self._includes_stop:
+                text += self.stop_string
+        if text:
+            self.texts.append(text)
+            self.num_settled_characters += len(text)
+        if self._logprobs is not None:
+            self.logprobs += self._logprobs.settle(self.num_settled_characters)
+            if self.stop_string:
+                self._logprobs.drop()
+
+    def _show_ending(self, token_id: int, logprobs: engine_pb2.TokenLogprobs | None) -> None:
+        self.token_ids.append(token_id)
+        if shown := self._endings[token_id]:
+            self.texts.append(shown)
+            if self._logprobs is not None:
+                self._logprobs.add(0, False, token_id, logprobs)
+                self.logprobs += self._logprobs.settle_all()
