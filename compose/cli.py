@@ -1,6 +1,7 @@
 """The `tokenline` command: up, pull, chat, ps."""
 
 import asyncio
+import os
 import sys
 from typing import Annotated, Final
 
@@ -97,6 +98,9 @@ def up(
 
     Waits until the API is ready, then prints its URL and a curl command to try.
     """
+    if num_threads is None and engines > 1:
+        # Left alone, each of them would take every core.
+        num_threads = max(1, (os.cpu_count() or 1) // engines)
     engine_settings = {
         "--max-num-seqs": max_num_seqs,
         "--max-num-batched-tokens": max_num_batched_tokens,
@@ -127,7 +131,8 @@ def up(
             for text in (flag, str(value))
         ),
     )
-    asyncio.run(run_line(options, console, state_directory()))
+    finished = asyncio.run(run_line(options, console, state_directory()))
+    raise typer.Exit(0 if finished else 130)
 
 
 @app.command()

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -25,10 +26,11 @@ from compose.supervisor import Supervisor
 _GRACE_SECONDS: Final = 40.0
 
 
-async def run_line(options: LineOptions, console: Console, state_directory: Path) -> None:
+async def run_line(options: LineOptions, console: Console, state_directory: Path) -> bool:
     """Runs until SIGINT or SIGTERM, then drains; a second signal ends everything at once.
 
-    Raises CommandError when the line cannot start, or cannot go on.
+    Returns whether every service could finish its work. Raises CommandError when the line cannot
+    start, or cannot go on.
     """
     for port in options.gateway_ports:
         require_free(options.host, port)
@@ -44,7 +46,8 @@ async def run_line(options: LineOptions, console: Console, state_directory: Path
     supervisor = Supervisor(line.stop_order, log, on_change=describe)
     try:
         async with _stop_signals(supervisor) as stop, supervisor:
-            await _run_until_stopped(line, supervisor, stop, console)
+            await _run_until_stopped(line, supervisor, stop.first, console)
+            return not stop.second.is_set()
     finally:
         state_file.remove()
 
@@ -84,16 +87,25 @@ async def _show_readiness(line: Line, console: Console) -> str:
         return await wait_until_ready(line.gateway_urls, spinner.update)
 
 
+@dataclass(frozen=True)
+class _Stop:
+    """Set by the first and by the second signal to stop."""
+
+    first: asyncio.Event = field(default_factory=asyncio.Event)
+    second: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 @asynccontextmanager
-async def _stop_signals(supervisor: Supervisor) -> AsyncIterator[asyncio.Event]:
-    """An event that the first SIGINT, SIGTERM or SIGHUP sets; the next one kills the services."""
-    stop = asyncio.Event()
+async def _stop_signals(supervisor: Supervisor) -> AsyncIterator[_Stop]:
+    """Notes SIGINT, SIGTERM and SIGHUP; the second one kills the services."""
+    stop = _Stop()
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
-        if stop.is_set():
+        if stop.first.is_set():
+            stop.second.set()
             supervisor.kill()
-        stop.set()
+        stop.first.set()
 
     numbers = [signal.SIGINT, signal.SIGTERM]
     # Under nohup the line outlives its terminal.

@@ -49,6 +49,7 @@ TABLE: Mapping[str, Allowed] = {
             "redis",
             "starlette",
             "uvicorn",
+            "uvloop",
         },
     ),
     "tokenizer_svc": allowed(

@@ -1,0 +1,141 @@
+"""The launcher on real services: restarts, drain, failures at the start, nothing left behind."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.fakes.running_line import RunningLine, living, running_line, start_launcher
+from tests.fakes.streaming_client import finish_reason_of, open_stream
+from tests.fakes.waiting import until, until_true
+
+pytestmark = pytest.mark.slow
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 8}
+TIMEOUT = httpx.Timeout(60.0)
+
+
+async def chat(client: httpx.AsyncClient, url: str) -> str:
+    """The text of a greedy answer."""
+    answer = await client.post(f"{url}/v1/chat/completions", json={"model": "tiny-llama", **CHAT})
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def service_pids(line: RunningLine) -> list[int]:
+    return [service.pid for service in line.state.services]
+
+
+async def test_each_killed_service_is_restarted_and_the_line_serves_again(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with running_line(tmp_path, "--model", str(tiny_model)) as line:
+        async with httpx.AsyncClient(timeout=TIMEOUT) as client:
+            reference = await chat(client, line.url)
+
+            async def serves() -> bool:
+                try:
+                    ready = await client.get(f"{line.url}/readyz")
+                except httpx.TransportError:
+                    return False
+                body = ready.json()
+                return ready.status_code == 200 and body["redis"] == "connected"
+
+            for name in ("detok_svc", "tokenizer_svc", "engine_svc", "redis", "gateway"):
+                before = line.service(name)
+                os.kill(before.pid, signal.SIGKILL)
+
+                def restarted(name: str = name, pid: int = before.pid) -> bool:
+                    names = [service.name for service in line.state.services]
+                    return name in names and line.service(name).pid != pid
+
+                await until(restarted, f"the restart of {name}")
+                assert line.service(name).num_restarts == 1
+                assert line.service(name).address == before.address
+                await until_true(serves)
+                assert await chat(client, line.url) == reference
+
+
+async def test_ctrl_c_lets_a_stream_finish_and_leaves_nothing(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with running_line(tmp_path, "--model", str(tiny_model)) as line:
+        pids, url = service_pids(line), line.url
+        async with httpx.AsyncClient(timeout=TIMEOUT) as client:
+            body = {"model": "tiny-llama", **CHAT, "max_tokens": 200}
+            async with open_stream(client, url, body, "last-one") as events:
+                seen = [await anext(events)]
+                line.interrupt()
+                seen += [event async for event in events]
+        assert finish_reason_of(seen) in ("length", "stop")
+        assert await asyncio.to_thread(line.wait) == 0
+    assert living(pids) == []
+    assert list((tmp_path / "tokenline").iterdir()) == []
+    assert "stopped" in line.output.splitlines()[-1]
+
+
+async def test_a_second_ctrl_c_ends_everything_at_once(tiny_model: Path, tmp_path: Path) -> None:
+    with running_line(tmp_path, "--model", str(tiny_model)) as line:
+        pids = service_pids(line)
+        # A service that cannot hear the first one.
+        os.kill(line.service("gateway").pid, signal.SIGSTOP)
+        line.interrupt()
+        await until(lambda: "stopping" in line.output)
+        line.interrupt()
+        assert await asyncio.to_thread(line.wait) == 130
+    assert living(pids) == []
+
+
+async def test_services_do_not_outlive_a_killed_launcher(tiny_model: Path, tmp_path: Path) -> None:
+    with running_line(tmp_path, "--model", str(tiny_model)) as line:
+        pids = service_pids(line)
+        line.process.kill()
+        line.wait()
+        await until(lambda: living(pids) == [])
+
+
+async def test_stopping_before_the_line_is_ready_leaves_nothing(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with start_launcher(tmp_path, "--model", str(tiny_model)) as line:
+        state_directory = tmp_path / "tokenline"
+        await until(lambda: any(state_directory.glob("*.json")))
+        pids = service_pids(line)
+        line.interrupt()
+        assert await asyncio.to_thread(line.wait) == 0
+    assert living(pids) == []
+    assert "is ready" not in line.output
+
+
+async def end_of_failed_start(tmp_path: Path, *arguments: str) -> str:
+    """The last line of a launcher that could not start its line."""
+    with start_launcher(tmp_path, *arguments) as line:
+        assert await asyncio.to_thread(line.wait) == 1
+    assert list((tmp_path / "tokenline").iterdir()) == []
+    return line.output.splitlines()[-1]
+
+
+async def test_a_model_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + bytes(100))
+    last = await end_of_failed_start(tmp_path, "--model", str(broken))
+    assert last.startswith("tokenline: ")
+    assert " cannot start: " in last
+    assert "broken.gguf" in last
+
+
+async def test_too_little_memory_for_the_kv_cache_is_one_line(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    last = await end_of_failed_start(tmp_path, "--model", str(tiny_model), "--kv-memory", "1")
+    assert last.startswith("tokenline: engine_svc cannot start: ")
+    assert "memory" in last
+
+
+async def test_a_bad_engine_option_is_one_line(tiny_model: Path, tmp_path: Path) -> None:
+    last = await end_of_failed_start(tmp_path, "--model", str(tiny_model), "--dtype", "float7")
+    assert last.startswith("tokenline: engine_svc cannot start: ")
+    assert "float7" in last

@@ -1,0 +1,106 @@
+"""The default line as a person meets it: the printed command, ps, chat, the processes."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.fakes.running_line import TOKENLINE, RunningLine
+
+pytestmark = pytest.mark.slow
+
+SERVICES = {"gateway-1", "gateway-2", "tokenizer_svc", "detok_svc", "engine_svc", "redis"}
+LIGHT = sorted(SERVICES - {"engine_svc", "redis"})
+MAX_LIGHT_BYTES = 150_000_000
+
+
+def printed_curl(line: RunningLine) -> list[str]:
+    match = re.search(r"^curl .*?[^\\]$", line.output, flags=re.MULTILINE | re.DOTALL)
+    assert match is not None
+    return shlex.split(match[0])
+
+
+def joined_text(stream: str) -> str:
+    """The text of a streamed chat, which must be well formed to its end."""
+    data = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data")]
+    assert data[-1] == "[DONE]"
+    events: list[dict[str, Any]] = [json.loads(event) for event in data[:-1]]
+    deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
+    assert len(deltas) > 3
+    return "".join(delta.get("content") or "" for delta in deltas)
+
+
+def test_the_printed_curl_streams_an_answer_that_names_paris(line: RunningLine) -> None:
+    result = subprocess.run(printed_curl(line), capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert "Paris" in joined_text(result.stdout)
+
+
+def test_chat_names_paris(line: RunningLine) -> None:
+    result = subprocess.run(
+        [TOKENLINE, "chat", "--temperature", "0", "What is the capital of France?"],
+        env=line.environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Paris" in result.stdout
+    assert "tokens/s" in result.stderr
+
+
+def test_ps_shows_each_service_as_a_process_of_its_own(line: RunningLine) -> None:
+    result = subprocess.run(
+        [TOKENLINE, "ps"], env=line.environment, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    rows = {row[0]: row for row in map(str.split, result.stdout.splitlines()) if row}
+    assert rows.keys() >= SERVICES
+    pids = {name: int(rows[name][1]) for name in SERVICES}
+    assert len(set(pids.values())) == len(SERVICES)
+    for name, pid in pids.items():
+        process = psutil.Process(pid)
+        assert process.ppid() == line.process.pid
+        command = " ".join(process.cmdline())
+        expected = "valkey-server" if name == "redis" else f"-m {name.partition('-')[0]} "
+        assert expected in command
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_only_the_engine_holds_torch(name: str, line: RunningLine) -> None:
+    def has_torch(service: str) -> bool:
+        maps = Path(f"/proc/{line.service(service).pid}/maps").read_text()
+        return "libtorch" in maps
+
+    assert has_torch("engine_svc")
+    assert not has_torch(name)
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_a_service_without_a_model_is_small(name: str, line: RunningLine) -> None:
+    # After work, not only after the start.
+    body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 8}
+    model = httpx.get(f"{line.url}/v1/models").json()["data"][0]["id"]
+    answer = httpx.post(
+        f"{line.url}/v1/chat/completions", json={"model": model, **body}, timeout=60
+    )
+    assert answer.status_code == 200, answer.text
+    assert psutil.Process(line.service(name).pid).memory_info().rss < MAX_LIGHT_BYTES
+
+
+@pytest.mark.parametrize("service", ["gateway", "tokenizer_svc", "detok_svc"])
+def test_a_service_without_a_model_imports_no_torch(service: str) -> None:
+    code = f"import sys, {service}.__main__; print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    modules = {name.partition(".")[0] for name in result.stdout.split()}
+    assert service in modules
+    assert "torch" not in modules
