@@ -82,7 +82,9 @@ async def _run_until_stopped(
 async def _show_readiness(line: Line, console: Console) -> str:
     """Waits for the line, showing what it waits for; returns the name of its model."""
     if not console.is_terminal:
-        return await wait_until_ready(line.gateway_urls, console.print)
+        return await wait_until_ready(
+            line.gateway_urls, lambda status: console.print(status, soft_wrap=True, markup=False)
+        )
     with console.status("starting") as spinner:
         return await wait_until_ready(line.gateway_urls, spinner.update)
 
