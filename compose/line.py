@@ -48,12 +48,14 @@ class Line:
 def build_line(options: LineOptions, internal_ports: Sequence[int]) -> Line:
     """Writes every process's command line. Raises CommandError without a Valkey server."""
     ports = iter(internal_ports)
-    model = ["--model", str(options.model_path)]
-    if options.served_model_name:
-        model += ["--served-model-name", options.served_model_name]
+    model = ("--model", str(options.model_path))
+    # The tokenizer service is whom the gateway asks for the model's name.
+    name = ("--served-model-name", options.served_model_name) if options.served_model_name else ()
 
     tokenizers = [
-        _internal(_numbered("tokenizer_svc", i, options.num_tokenizers), next(ports), model)
+        _internal(
+            _numbered("tokenizer_svc", i, options.num_tokenizers), next(ports), (*model, *name)
+        )
         for i in range(options.num_tokenizers)
     ]
     engines = [

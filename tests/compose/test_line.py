@@ -53,7 +53,7 @@ def test_the_model_and_engine_options_reach_the_engine() -> None:
     line = build(options(served_model_name="m", engine_arguments=("--max-num-seqs", "4")))
     engine = flags(by_name(line)["engine_svc"])
     assert engine["--model"] == "/m.gguf"
-    assert engine["--served-model-name"] == "m"
+    assert "--served-model-name" not in engine
     assert engine["--max-num-seqs"] == "4"
     tokenizer = flags(by_name(line)["tokenizer_svc"])
     assert tokenizer["--served-model-name"] == "m"
