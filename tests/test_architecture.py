@@ -59,7 +59,8 @@ TABLE: Mapping[str, Allowed] = {
     "engine_svc": allowed({"engine_svc", "protos"}, GRPC | {"psutil"}),
     "engine_svc.planning": allowed({"engine_svc.planning"}, set()),
     "engine_svc.compute": allowed(
-        {"engine_svc.compute", "engine_svc.planning", "kernels"},
+        # A model that cannot be loaded is a StartupError, as everywhere.
+        {"engine_svc.compute", "engine_svc.planning", "kernels", "protos.wire.errors"},
         {"gguf", "numpy", "psutil", "safetensors", "torch"},
     ),
     "kernels": allowed({"kernels"}, {"numpy", "torch", "triton"}),
