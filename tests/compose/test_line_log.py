@@ -9,9 +9,8 @@ from compose.line_log import LineLog
 
 
 def written(lines: list[tuple[str, str]], *, terminal: bool) -> str:
-    console = Console(
-        file=io.StringIO(), force_terminal=terminal, color_system="standard", width=30
-    )
+    colours = "standard" if terminal else None
+    console = Console(file=io.StringIO(), force_terminal=terminal, color_system=colours, width=30)
     log = LineLog(console, ["gateway", "engine_svc-2"])
     for name, line in lines:
         log.write(name, line)
