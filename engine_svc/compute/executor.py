@@ -1,0 +1,196 @@
+"""The compute half of the engine: a loaded model that turns each StepPlan into a StepResult."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine_svc.compute.kv_storage import KvLayout
+from engine_svc.compute.memory import format_bytes, free_memory_bytes
+from engine_svc.compute.model.config import ModelConfig
+from engine_svc.compute.model.decoder import Decoder
+from engine_svc.compute.model.rotary import cos_sin_table
+from engine_svc.compute.model.weights import expected_shapes, load_weights, open_source
+from engine_svc.compute.sampler import SampledBatch, Sampler
+from engine_svc.compute.step_tensors import PersistentBatch, StepInputs
+from engine_svc.planning.step import (
+    RowStart,
+    RowStep,
+    SampledToken,
+    SamplingParameters,
+    StepPlan,
+    StepResult,
+)
+from kernels import select_kernels
+from protos.wire.errors import StartupError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Of the memory left after the weights, what the KV cache takes when not told: several engines,
+# and the rest of the line, may share a machine.
+_KV_SHARE = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorConfig:
+    """How a model is run. 0 lets the executor choose, where said."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int = 0  # the model's own
+    block_size: int = 16
+    kv_memory_bytes: int = 0  # a share of the free memory
+    num_threads: int = 0  # torch's own choice: OMP_NUM_THREADS, else one per core
+    dtype: str = "float32"  # or bfloat16
+
+
+class Executor:
+    """Owns a model, its KV cache and the rows of the running batch. Used by one thread."""
+
+    def __init__(
+        self, decoder: Decoder, sampler: Sampler, kv_cache: Tensor, batch: PersistentBatch
+    ) -> None:
+        self._decoder = decoder
+        self._sampler = sampler
+        self._kv_cache = kv_cache
+        self._batch = batch
+
+    @classmethod
+    def load(cls, model: Path, config: ExecutorConfig, report: Callable[[str], None]) -> "Executor":
+        """Loads an HF directory or a GGUF file and computes a first step.
+
+        `report` gets a line now and then. StartupError says in one line what is wrong with the
+        model or why there is not enough memory for it.
+        """
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        kernels = select_kernels(torch.device("cpu"))
+        dtype = _DTYPES[config.dtype]
+        source = open_source(model)
+        model_config = source.config
+        max_model_len = _max_model_len(config, model_config)
+        layout = KvLayout.of(model_config, config.block_size, dtype)
+        num_blocks = _num_blocks(config, model_config, layout, max_model_len, dtype)
+        with torch.inference_mode():
+            weights = load_weights(source, kernels, dtype, report)
+            table = cos_sin_table(
+                model_config.rope,
+                model_config.head_dim,
+                max_model_len,
+                source.rope_frequency_factors(),
+            )
+            kv_cache = layout.allocate(num_blocks)
+        executor = cls(
+            Decoder(kernels, model_config, weights, table),
+            Sampler(kernels),
+            kv_cache,
+            PersistentBatch(config.max_num_seqs, max_model_len, config.block_size),
+        )
+        report(
+            f"KV cache: {num_blocks} blocks of {config.block_size} tokens, "
+            f"{format_bytes(num_blocks * layout.block_bytes)}"
+        )
+        executor._warm_up()
+        return executor
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self._kv_cache.shape[2])
+
+    @property
+    def block_size(self) -> int:
+        return int(self._kv_cache.shape[3])
+
+    @property
+    def vocab_size(self) -> int:
+        return self._decoder.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._batch.max_model_len
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Computes a step. After an exception the plan's rows hold nothing of use."""
+        inputs = self._batch.apply(plan)
+        if not len(inputs.token_ids):
+            return StepResult()
+        logits = self._decoder.forward(inputs, self._kv_cache)
+        if not len(logits):
+            return StepResult()
+        return self._sample(plan, inputs, logits)
+
+    def _sample(self, plan: StepPlan, inputs: StepInputs, logits: Tensor) -> StepResult:
+        rows = np.array([step.row for step in plan.steps if step.samples], np.int64)
+        seq_lens = inputs.seq_lens[inputs.sampled_sequences].numpy()
+        sampled = self._sampler.sample(logits, self._batch.sampling_inputs(rows, seq_lens))
+        self._batch.append(rows, seq_lens, sampled.token_ids.numpy())
+        return _to_result(rows, sampled)
+
+    def _warm_up(self) -> None:
+        """One token through all the code, so that the first request does not pay for first calls.
+
+        It lies in block 0, whose contents nobody reads before writing them.
+        """
+        start = RowStart(0, [0], 1, SamplingParameters(max_tokens=1), [])
+        self.execute(StepPlan([start], [RowStep(0, 0, 1, [0], samples=True)]))
+
+
+def _to_result(rows: np.ndarray, sampled: SampledBatch) -> StepResult:
+    return StepResult(
+        tuple(
+            SampledToken(row, token_id, None if error else logprobs, error)
+            for row, token_id, logprobs, error in zip(
+                rows.tolist(),
+                sampled.token_ids.tolist(),
+                sampled.logprobs,
+                sampled.errors,
+                strict=True,
+            )
+        )
+    )
+
+
+def _max_model_len(config: ExecutorConfig, model_config: ModelConfig) -> int:
+    if config.max_model_len > model_config.max_model_len:
+        raise StartupError(
+            f"max_model_len is {config.max_model_len}, "
+            f"but the model was made for at most {model_config.max_model_len} tokens"
+        )
+    return config.max_model_len or model_config.max_model_len
+
+
+def _num_blocks(
+    config: ExecutorConfig,
+    model_config: ModelConfig,
+    layout: KvLayout,
+    max_model_len: int,
+    dtype: torch.dtype,
+) -> int:
+    """How many KV blocks there is room for beside the weights."""
+    values = sum(int(np.prod(shape)) for shape in expected_shapes(model_config).values())
+    if model_config.tie_word_embeddings:
+        # The head is laid out for products, the embedding for look-ups.
+        values += model_config.vocab_size * model_config.hidden_size
+    weight_bytes = values * dtype.itemsize
+    free = free_memory_bytes()
+    kv_bytes = config.kv_memory_bytes or int(max(0, free - weight_bytes) * _KV_SHARE)
+    needed = weight_bytes + max(kv_bytes, layout.block_bytes)
+    if needed > free:
+        raise StartupError(
+            f"not enough memory: {format_bytes(weight_bytes)} for the weights and "
+            f"{format_bytes(needed - weight_bytes)} for the KV cache are needed, "
+            f"{format_bytes(free)} are free"
+        )
+    num_blocks = kv_bytes // layout.block_bytes
+    if not num_blocks:
+        raise StartupError(
+            f"the KV cache is given {format_bytes(kv_bytes)}, "
+            f"but one block takes {format_bytes(layout.block_bytes)}"
+        )
+    if config.kv_memory_bytes:
+        return num_blocks
+    most_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+    return min(num_blocks, most_useful)

@@ -1,0 +1,187 @@
+"""What the engine must know of a model: one frozen ModelConfig, and how config.json gives it."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from protos.wire.errors import StartupError
+
+# Architectures by their Hugging Face name. All are Llama with small changes.
+LLAMA, MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"
+QWEN2, QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+HF_ARCHITECTURES = (LLAMA, MISTRAL, QWEN2, QWEN3)
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding; the fields after `theta` matter to the kinds that use them."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    # Multiplies cos and sin (YaRN's "mscale").
+    attention_factor: float = 1.0
+    # YaRN: round the borders of its ramp to whole dimensions.
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder of the Llama family."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_model_len: int
+    rope: RopeConfig
+    # One per layer; 0 attends to everything.
+    sliding_windows: tuple[int, ...]
+    tie_word_embeddings: bool
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+def read_hf_config(directory: Path) -> ModelConfig:
+    """The ModelConfig of a Hugging Face directory. StartupError if it is not one we can serve."""
+    path = directory / "config.json"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StartupError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise StartupError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise StartupError(f"{path} does not hold a JSON object")
+    try:
+        return _from_hf_fields(fields)
+    except KeyError as error:
+        raise StartupError(f"{path} lacks {error.args[0]!r}") from error
+    except (TypeError, ValueError) as error:
+        raise StartupError(f"{path} holds a value of the wrong kind: {error}") from error
+
+
+def _from_hf_fields(fields: Mapping[str, Any]) -> ModelConfig:
+    architecture = (fields.get("architectures") or [fields.get("model_type")])[0]
+    if architecture not in HF_ARCHITECTURES:
+        raise StartupError(
+            f"unknown model architecture {architecture!r}; known are {', '.join(HF_ARCHITECTURES)}"
+        )
+    if fields.get("quantization_config"):
+        method = dict(fields["quantization_config"]).get("quant_method")
+        raise StartupError(f"checkpoints quantised with {method!r} are not supported; use a GGUF")
+    activation = fields.get("hidden_act", "silu")
+    if activation != "silu":
+        raise StartupError(f"unknown hidden_act {activation!r}; known is silu")
+    num_heads = int(fields["num_attention_heads"])
+    max_position = int(fields["max_position_embeddings"])
+    head_dim = int(fields.get("head_dim") or fields["hidden_size"] // num_heads)
+    attention_bias = bool(fields.get("attention_bias", False)) and architecture in (LLAMA, QWEN3)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=int(fields["vocab_size"]),
+        hidden_size=int(fields["hidden_size"]),
+        intermediate_size=int(fields["intermediate_size"]),
+        num_layers=int(fields["num_hidden_layers"]),
+        num_heads=num_heads,
+        num_kv_heads=int(fields.get("num_key_value_heads") or num_heads),
+        head_dim=head_dim,
+        rms_norm_eps=float(fields["rms_norm_eps"]),
+        max_model_len=max_position,
+        rope=_hf_rope(fields, max_position),
+        sliding_windows=_hf_sliding_windows(fields, architecture),
+        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        # Qwen2 has no switch for biases: always on q, k and v, never on the output.
+        qkv_bias=architecture == QWEN2 or attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=bool(fields.get("mlp_bias", False)) and architecture == LLAMA,
+        qk_norm=architecture == QWEN3,
+    )
+
+
+def _hf_rope(fields: Mapping[str, Any], max_position: int) -> RopeConfig:
+    # transformers 5 writes one `rope_parameters`; before, `rope_theta` and `rope_scaling`.
+    parameters = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    theta = float(parameters.get("rope_theta") or fields.get("rope_theta") or 10000.0)
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    check_rope_kind(kind)
+    if float(parameters.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise StartupError("rotary embeddings over part of a head are not supported")
+    factor = float(parameters.get("factor") or 1.0)
+    attention_factor = 1.0
+    if kind == "yarn":
+        attention_factor = _hf_yarn_attention_factor(parameters, factor)
+    return RopeConfig(
+        theta=theta,
+        kind=kind,
+        factor=factor,
+        original_max_position=int(
+            parameters.get("original_max_position_embeddings") or max_position
+        ),
+        low_freq_factor=float(parameters.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(parameters.get("high_freq_factor") or 4.0),
+        beta_fast=float(parameters.get("beta_fast") or 32.0),
+        beta_slow=float(parameters.get("beta_slow") or 1.0),
+        attention_factor=attention_factor,
+        truncate=bool(parameters.get("truncate", True)),
+    )
+
+
+def check_rope_kind(kind: str) -> None:
+    """StartupError for a rope scaling that is not known."""
+    if kind not in ROPE_KINDS:
+        raise StartupError(f"unknown rope scaling {kind!r}; known are {', '.join(ROPE_KINDS)}")
+
+
+def _hf_yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
+    given = parameters.get("attention_factor")
+    if given is not None:
+        return float(given)
+    mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if mscale and mscale_all:
+        return yarn_attention_factor(factor, mscale) / yarn_attention_factor(factor, mscale_all)
+    return yarn_attention_factor(factor)
+
+
+def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
+    """0.1 · mscale · ln(factor) + 1: equation 22 of the YaRN paper (Peng et al., 2023)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _hf_sliding_windows(fields: Mapping[str, Any], architecture: str) -> tuple[int, ...]:
+    num_layers = int(fields["num_hidden_layers"])
+    window = int(fields.get("sliding_window") or 0)
+    if architecture == MISTRAL:
+        return (window,) * num_layers
+    if architecture == LLAMA or not fields.get("use_sliding_window", False):
+        return (0,) * num_layers
+    layer_types = fields.get("layer_types")
+    if layer_types is None:
+        # Qwen's layers attend to everything up to this one, and slide from it on.
+        first_sliding = int(fields.get("max_window_layers", 28))
+        return tuple(window if layer >= first_sliding else 0 for layer in range(num_layers))
+    return tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)

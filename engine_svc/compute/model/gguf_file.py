@@ -1,0 +1,198 @@
+"""GGUF files: metadata as a ModelConfig, tensors dequantised and by Hugging Face names."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine_svc.compute.model import config as model_config
+from engine_svc.compute.model.config import ModelConfig, RopeConfig
+from protos.wire.errors import StartupError
+
+# GGUF files of Mistral models say that they are Llama.
+ARCHITECTURES = {
+    "llama": model_config.LLAMA,
+    "qwen2": model_config.QWEN2,
+    "qwen3": model_config.QWEN3,
+}
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+# Rows dequantised at once: bounds what the temporaries of a large embedding take.
+_CHUNK_VALUES = 1 << 24
+
+
+class GgufFile:
+    """One model file, memory-mapped. A `WeightSource` (see weights.py)."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._reader = gguf.GGUFReader(path)
+        except OSError as error:
+            raise StartupError(f"cannot read {path}: {error.strerror}") from error
+        except (ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
+            raise StartupError(f"{path} is not a readable GGUF file: {error}") from error
+        self.path = path
+        if self._value("split.count", 1) > 1:
+            raise StartupError(f"{path} is one part of several; join them with gguf-split first")
+        self._tensors = dict(self._named_tensors())
+        self._rope_factors = next(
+            (tensor for tensor in self._reader.tensors if tensor.name == _ROPE_FACTORS), None
+        )
+        self.config = self._read_config()
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(int(size) for size in reversed(self._tensors[name].shape))
+
+    def read(self, name: str) -> Tensor:
+        """The tensor in float32, in Hugging Face's order."""
+        tensor = self._tensors[name]
+        rows = tensor.data.reshape(-1, tensor.data.shape[-1])
+        try:
+            values = torch.from_numpy(self._dequantise(rows, tensor.tensor_type, self.shape(name)))
+        except NotImplementedError as error:
+            kind = tensor.tensor_type.name
+            raise StartupError(f"{self.path}: cannot read tensors of type {kind}") from error
+        if self.config.architecture == model_config.LLAMA:
+            if ".q_proj." in name:
+                return _undo_rope_permutation(values, self.config.num_heads)
+            if ".k_proj." in name:
+                return _undo_rope_permutation(values, self.config.num_kv_heads)
+        return values
+
+    def rope_frequency_factors(self) -> Tensor | None:
+        """What each rotary frequency is divided by [head_dim / 2], in files of Llama 3.1 and on."""
+        if self._rope_factors is None:
+            return None
+        return torch.from_numpy(np.array(self._rope_factors.data, dtype=np.float32))
+
+    @staticmethod
+    def _dequantise(
+        rows: np.ndarray, kind: gguf.GGMLQuantizationType, shape: tuple[int, ...]
+    ) -> np.ndarray:
+        result = np.empty(shape, np.float32)
+        flat = result.reshape(len(rows), -1)
+        step = max(1, _CHUNK_VALUES // flat.shape[1])
+        for start in range(0, len(rows), step):
+            flat[start : start + step] = gguf.quants.dequantize(rows[start : start + step], kind)
+        return result
+
+    def _named_tensors(self) -> Iterator[tuple[str, gguf.ReaderTensor]]:
+        for tensor in self._reader.tensors:
+            stem, _, suffix = tensor.name.rpartition(".")
+            layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+            if layer and layer[2] in _LAYER_NAMES:
+                yield f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{suffix}", tensor
+            elif stem in _NAMES:
+                yield f"{_NAMES[stem]}.{suffix}", tensor
+
+    def _value(self, key: str, default: Any = None) -> Any:
+        field = self._reader.fields.get(key)
+        return default if field is None else field.contents()
+
+    def _read_config(self) -> ModelConfig:
+        family = self._value("general.architecture")
+        if family not in ARCHITECTURES:
+            raise StartupError(
+                f"unknown GGUF architecture {family!r}; known are {', '.join(ARCHITECTURES)}"
+            )
+        if self._value(f"{family}.expert_count", 0):
+            raise StartupError(f"{self.path}: mixtures of experts are not supported")
+
+        def required(key: str) -> Any:
+            value = self._value(f"{family}.{key}")
+            if value is None:
+                raise StartupError(f"{self.path} lacks the metadata {family}.{key}")
+            return value
+
+        num_heads = int(required("attention.head_count"))
+        hidden_size = int(required("embedding_length"))
+        head_dim = int(
+            self._value(f"{family}.attention.key_length")
+            or self._value(f"{family}.rope.dimension_count")
+            or hidden_size // num_heads
+        )
+        if self._value(f"{family}.rope.dimension_count", head_dim) != head_dim:
+            raise StartupError("rotary embeddings over part of a head are not supported")
+        num_layers = int(required("block_count"))
+        if "model.embed_tokens.weight" not in self._tensors:
+            raise StartupError(f"{self.path} lacks the tensor token_embd.weight")
+        max_model_len = int(required("context_length"))
+        sliding_window = int(self._value(f"{family}.attention.sliding_window", 0))
+        return ModelConfig(
+            architecture=ARCHITECTURES[family],
+            vocab_size=self.shape("model.embed_tokens.weight")[0],
+            hidden_size=hidden_size,
+            intermediate_size=int(required("feed_forward_length")),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=int(self._value(f"{family}.attention.head_count_kv", num_heads)),
+            head_dim=head_dim,
+            rms_norm_eps=float(required("attention.layer_norm_rms_epsilon")),
+            max_model_len=max_model_len,
+            rope=self._rope(family, max_model_len),
+            sliding_windows=(sliding_window,) * num_layers,
+            tie_word_embeddings="lm_head.weight" not in self._tensors,
+            qkv_bias="model.layers.0.self_attn.q_proj.bias" in self._tensors,
+            output_bias="model.layers.0.self_attn.o_proj.bias" in self._tensors,
+            mlp_bias="model.layers.0.mlp.gate_proj.bias" in self._tensors,
+            qk_norm="model.layers.0.self_attn.q_norm.weight" in self._tensors,
+        )
+
+    def _rope(self, family: str, max_model_len: int) -> RopeConfig:
+        def scaling(key: str, default: Any) -> Any:
+            return self._value(f"{family}.rope.scaling.{key}", default)
+
+        kind = {"none": "default"}.get(scaling("type", "none"), scaling("type", "none"))
+        model_config.check_rope_kind(kind)
+        # Files older than `rope.scaling` give a linear factor as `rope.scale_linear`.
+        factor = float(scaling("factor", self._value(f"{family}.rope.scale_linear", 1.0)))
+        if kind == "default" and factor != 1.0:
+            kind = "linear"
+        attention_factor = 1.0
+        if kind == "yarn":
+            attention_factor = float(scaling("attn_factor", 1.0))
+            attention_factor *= model_config.yarn_attention_factor(factor)
+        return RopeConfig(
+            theta=float(self._value(f"{family}.rope.freq_base", 10000.0)),
+            kind=kind,
+            factor=factor,
+            original_max_position=int(scaling("original_context_length", max_model_len)),
+            beta_fast=float(scaling("yarn_beta_fast", 32.0)),
+            beta_slow=float(scaling("yarn_beta_slow", 1.0)),
+            attention_factor=attention_factor,
+        )
+
+
+def _undo_rope_permutation(values: Tensor, num_heads: int) -> Tensor:
+    """From rows of a head as pairs (0, dim/2), (1, dim/2 + 1), … back to halves.
+
+    Converters to GGUF reorder q and k of Llama so that rotary pairs lie side by side.
+    """
+    pairs = values.unflatten(0, (num_heads, -1, 2))
+    return pairs.transpose(1, 2).reshape(values.shape)

@@ -1,0 +1,106 @@
+"""A layer of a Llama-family decoder, attention and MLP, in its usual form and as the last one."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine_svc.compute.model.config import ModelConfig
+from engine_svc.compute.model.weights import LayerWeights
+from kernels import AttentionPlan, Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What every layer of one step shares. `T` tokens, of which `s` are sampled after."""
+
+    cos_sin: Tensor  # [T, head_dim]
+    slot_mapping: Tensor  # [T]
+    attention_plan: AttentionPlan
+    sample_indices: Tensor  # [s] of the T tokens
+    sample_cos_sin: Tensor  # [s, head_dim]
+    sample_attention_plan: AttentionPlan
+
+
+class DecoderLayer:
+    """normed -> attention, added to the residual -> norm -> MLP, whose sum is left to the caller,
+    so that it is fused with the norm that follows."""
+
+    def __init__(
+        self, kernels: Kernels, config: ModelConfig, weights: LayerWeights, sliding_window: int
+    ) -> None:
+        self._kernels = kernels
+        self._config = config
+        self._weights = weights
+        self._sliding_window = sliding_window
+        self._scale = config.head_dim**-0.5
+
+    @property
+    def input_norm(self) -> Tensor:
+        return self._weights.input_norm
+
+    def forward(
+        self, normed: Tensor, residual: Tensor, step: StepContext, kv_layer: Tensor
+    ) -> Tensor:
+        """normed, residual [T, hidden]; adds attention to `residual`, returns the MLP's output."""
+        config = self._config
+        (projection,) = self._weights.projections
+        query, key, value = self._kernels.linear(normed, projection).split(
+            [config.query_size, config.kv_size, config.kv_size], dim=-1
+        )
+        query = self._rope_and_cache(query, step.cos_sin, key, value, step, kv_layer)
+        return self._attend_and_mlp(query, residual, step.attention_plan, kv_layer)
+
+    def forward_sampled(
+        self, normed: Tensor, residual: Tensor, step: StepContext, kv_layer: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The last layer: keys and values of all T tokens, the rest for the s sampled ones only.
+
+        Returns the residual and the MLP's output of those, [s, hidden] each.
+        """
+        config = self._config
+        query_projection, key_value_projection = self._weights.projections
+        key, value = self._kernels.linear(normed, key_value_projection).split(
+            [config.kv_size, config.kv_size], dim=-1
+        )
+        query = self._kernels.linear(normed[step.sample_indices], query_projection)
+        query = self._rope_and_cache(query, step.sample_cos_sin, key, value, step, kv_layer)
+        residual = residual[step.sample_indices]
+        if not len(residual):
+            return residual, residual
+        output = self._attend_and_mlp(query, residual, step.sample_attention_plan, kv_layer)
+        return residual, output
+
+    def _rope_and_cache(
+        self,
+        query: Tensor,
+        query_cos_sin: Tensor,
+        key: Tensor,
+        value: Tensor,
+        step: StepContext,
+        kv_layer: Tensor,
+    ) -> Tensor:
+        heads = (-1, self._config.head_dim)
+        return self._kernels.rope_and_cache(
+            query.unflatten(-1, heads),
+            query_cos_sin,
+            key.unflatten(-1, heads),
+            value.unflatten(-1, heads),
+            step.cos_sin,
+            kv_layer,
+            step.slot_mapping,
+            self._weights.query_norm,
+            self._weights.key_norm,
+            self._config.rms_norm_eps,
+        )
+
+    def _attend_and_mlp(
+        self, query: Tensor, residual: Tensor, plan: AttentionPlan, kv_layer: Tensor
+    ) -> Tensor:
+        kernels, weights = self._kernels, self._weights
+        attended = kernels.paged_attention(query, kv_layer, plan, self._scale, self._sliding_window)
+        output = kernels.linear(attended.flatten(1), weights.output)
+        normed = kernels.add_rms_norm(
+            output, residual, weights.post_attention_norm, self._config.rms_norm_eps
+        )
+        gate_up = kernels.linear(normed, weights.gate_up)
+        return kernels.linear(kernels.silu_and_mul(gate_up), weights.down)

@@ -1,0 +1,174 @@
+"""Weights from any file into the form the decoder computes with: fused, typed, laid out once."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine_svc.compute.model.config import ModelConfig
+from engine_svc.compute.model.gguf_file import GgufFile
+from engine_svc.compute.model.safetensors_files import SafetensorsFiles
+from kernels import Kernels, PackedLinear
+from protos.wire.errors import StartupError
+
+
+class WeightSource(Protocol):
+    """A model's file or files. Names are Hugging Face's; shapes are [out, in]."""
+
+    path: Path
+    config: ModelConfig
+
+    @property
+    def names(self) -> frozenset[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str) -> Tensor: ...
+
+    def rope_frequency_factors(self) -> Tensor | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. The last keeps `query` apart, which it needs only for tokens that are sampled."""
+
+    input_norm: Tensor
+    projections: Sequence[PackedLinear]  # (q, k and v,) or (q, k and v)
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: PackedLinear
+    post_attention_norm: Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    embedding: Tensor  # [vocab_size, hidden_size]
+    layers: Sequence[LayerWeights]
+    norm: Tensor
+    head: PackedLinear
+
+
+def open_source(model: Path) -> WeightSource:
+    """Opens an HF directory or a GGUF file. StartupError if it is neither."""
+    if model.is_dir():
+        return SafetensorsFiles(model)
+    if not model.exists():
+        raise StartupError(f"there is no model at {model}")
+    return GgufFile(model)
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a model with this config must have."""
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    query_size, kv_size = config.query_size, config.kv_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    linears = {
+        "self_attn.q_proj": (query_size, hidden, config.qkv_bias),
+        "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, query_size, config.output_bias),
+        "mlp.gate_proj": (intermediate, hidden, config.mlp_bias),
+        "mlp.up_proj": (intermediate, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, intermediate, config.mlp_bias),
+    }
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if config.qk_norm:
+        norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
+    for index in range(config.num_layers):
+        layer = f"model.layers.{index}"
+        for name, (rows, columns, has_bias) in linears.items():
+            shapes[f"{layer}.{name}.weight"] = (rows, columns)
+            if has_bias:
+                shapes[f"{layer}.{name}.bias"] = (rows,)
+        for name, size in norms.items():
+            shapes[f"{layer}.{name}.weight"] = (size,)
+    return shapes
+
+
+def check_tensors(source: WeightSource) -> None:
+    """StartupError that names the tensors which are missing or of another shape."""
+    shapes = expected_shapes(source.config)
+    missing = [name for name in shapes if name not in source.names]
+    if missing:
+        listed = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+        raise StartupError(f"{source.path} lacks {len(missing)} tensors: {listed}")
+    for name, shape in shapes.items():
+        if source.shape(name) != shape:
+            raise StartupError(
+                f"{source.path}: {name} has shape {list(source.shape(name))}, "
+                f"and {list(shape)} by the model's config"
+            )
+
+
+def load_weights(
+    source: WeightSource, kernels: Kernels, dtype: torch.dtype, report: Callable[[str], None]
+) -> DecoderWeights:
+    """Reads and lays out every tensor, one layer after the other, so that besides the result only
+    one tensor as stored and one as computed with are in memory. `report` gets a line now and then.
+    """
+    check_tensors(source)
+    loader = _Loader(source, kernels, dtype)
+    num_layers = source.config.num_layers
+    layers = []
+    for index in range(num_layers):
+        layers.append(loader.layer(index, is_last=index == num_layers - 1))
+        if (index + 1) % max(1, num_layers // 4) == 0:
+            report(f"loaded {index + 1} of {num_layers} layers")
+    embedding = loader.tensor("model.embed_tokens.weight")
+    tied = source.config.tie_word_embeddings
+    head = kernels.pack_linear(embedding if tied else loader.tensor("lm_head.weight"))
+    return DecoderWeights(embedding, layers, loader.tensor("model.norm.weight"), head)
+
+
+class _Loader:
+    def __init__(self, source: WeightSource, kernels: Kernels, dtype: torch.dtype) -> None:
+        self._source = source
+        self._kernels = kernels
+        self._dtype = dtype
+
+    def tensor(self, name: str) -> Tensor:
+        return self._source.read(name).to(self._dtype)
+
+    def layer(self, index: int, is_last: bool) -> LayerWeights:
+        prefix = f"model.layers.{index}"
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        fused = [["q_proj", "k_proj", "v_proj"]]
+        if is_last:
+            fused = [["q_proj"], ["k_proj", "v_proj"]]
+        has_norms = self._source.config.qk_norm
+        return LayerWeights(
+            input_norm=self.tensor(f"{prefix}.input_layernorm.weight"),
+            projections=[self._linear(f"{attention}.{name}" for name in names) for names in fused],
+            query_norm=self.tensor(f"{attention}.q_norm.weight") if has_norms else None,
+            key_norm=self.tensor(f"{attention}.k_norm.weight") if has_norms else None,
+            output=self._linear([f"{attention}.o_proj"]),
+            post_attention_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight"),
+            gate_up=self._linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"]),
+            down=self._linear([f"{mlp}.down_proj"]),
+        )
+
+    def _linear(self, names: Iterator[str] | Sequence[str]) -> PackedLinear:
+        """One linear layer of several, their rows one below the other."""
+        names = list(names)
+        weight = self._concatenate([f"{name}.weight" for name in names])
+        biases = [f"{name}.bias" for name in names]
+        has_bias = biases[0] in expected_shapes(self._source.config)
+        return self._kernels.pack_linear(weight, self._concatenate(biases) if has_bias else None)
+
+    def _concatenate(self, names: Sequence[str]) -> Tensor:
+        shapes = [self._source.shape(name) for name in names]
+        num_rows = sum(shape[0] for shape in shapes)
+        result = torch.empty((num_rows, *shapes[0][1:]), dtype=self._dtype)
+        for part, name in zip(result.split([s[0] for s in shapes]), names, strict=True):
+            part.copy_(self._source.read(name))
+        return result

@@ -1,0 +1,170 @@
+"""The persistent batch: what compute keeps of each row between steps, and a step's tensors from it.
+
+Rows change by what a plan brings (loops over rows); the tensors of a step are then gathered from
+the arrays at once, however many tokens it has.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine_svc.planning.step import RowStart, RowStep, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The tensors of one step: `n` sequences, `T` tokens laid end to end, `s` sampled."""
+
+    token_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    slot_mapping: Tensor  # int64 [T]: where each token's key and value go
+    cu_seqlens: Tensor  # int64 [n + 1]: where each sequence's tokens begin, and T
+    seq_lens: Tensor  # int64 [n]: tokens of each sequence once this step is computed
+    block_table: Tensor  # int64 [n, most blocks of any]; unused entries arbitrary
+    sampled_sequences: Tensor  # int64 [s] of the n
+    sample_indices: Tensor  # int64 [s] of the T: the last token of each sampled sequence
+
+    @property
+    def samples_every_token(self) -> bool:
+        return len(self.sample_indices) == len(self.token_ids)
+
+    @property
+    def sample_cu_seqlens(self) -> Tensor:
+        return torch.arange(len(self.sample_indices) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    """What the sampler must know of `s` rows, in the order of their logits."""
+
+    temperature: Tensor  # float32 [s], as the next five
+    min_p: Tensor
+    top_p: Tensor
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    top_k: Tensor  # int64 [s]; 0 is off
+    seeds: Tensor  # int64 [s]
+    wants_logprobs: Tensor  # bool [s]
+    num_top_logprobs: Tensor  # int64 [s]
+    token_ids: Tensor  # int32 [s, most tokens of any], arbitrary beyond seq_lens
+    prompt_lens: Tensor  # int64 [s]
+    seq_lens: Tensor  # int64 [s]; also the position of the token to sample
+
+    @property
+    def has_penalties(self) -> Tensor:
+        """bool [s]."""
+        return (
+            (self.repetition_penalty != 1)
+            | (self.presence_penalty != 0)
+            | (self.frequency_penalty != 0)
+        )
+
+
+class PersistentBatch:
+    """Rows [0, max_num_seqs), each with its tokens, blocks and sampling parameters."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self._block_size = block_size
+        max_blocks = -(-max_model_len // block_size)
+        # zeros() takes memory only where it is written, so long contexts cost nothing unused.
+        self._token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self._block_table = np.zeros((max_num_seqs, max_blocks), np.int64)
+        self._num_blocks = np.zeros(max_num_seqs, np.int64)
+        self._prompt_lens = np.zeros(max_num_seqs, np.int64)
+        self._floats = np.zeros((6, max_num_seqs), np.float32)
+        self._top_k = np.zeros(max_num_seqs, np.int64)
+        self._seeds = np.zeros(max_num_seqs, np.int64)
+        self._wants_logprobs = np.zeros(max_num_seqs, np.bool_)
+        self._num_top_logprobs = np.zeros(max_num_seqs, np.int64)
+
+    @property
+    def max_model_len(self) -> int:
+        return int(self._token_ids.shape[1])
+
+    def apply(self, plan: StepPlan) -> StepInputs:
+        """Takes over what the plan changes and gathers the tensors of its step."""
+        for start in plan.starts:
+            self._start(start)
+        for step in plan.steps:
+            if step.new_block_ids:
+                self._append_blocks(step.row, step.new_block_ids)
+        return self._gather(plan.steps)
+
+    def append(self, rows: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> None:
+        """Writes one sampled token at its position in each of `rows`; all int64 [s].
+
+        The token at the end of the longest sequence has no place, and needs none.
+        """
+        fits = positions < self.max_model_len
+        self._token_ids[rows[fits], positions[fits]] = token_ids[fits]
+
+    def sampling_inputs(self, rows: np.ndarray, seq_lens: np.ndarray) -> SamplingInputs:
+        """The parameters and tokens of `rows`, which hold `seq_lens` tokens; both int64 [s]."""
+        values = torch.from_numpy(self._floats[:, rows])
+        return SamplingInputs(
+            *values,
+            top_k=torch.from_numpy(self._top_k[rows]),
+            seeds=torch.from_numpy(self._seeds[rows]),
+            wants_logprobs=torch.from_numpy(self._wants_logprobs[rows]),
+            num_top_logprobs=torch.from_numpy(self._num_top_logprobs[rows]),
+            token_ids=torch.from_numpy(self._token_ids[rows, : int(seq_lens.max())]),
+            prompt_lens=torch.from_numpy(self._prompt_lens[rows]),
+            seq_lens=torch.from_numpy(seq_lens),
+        )
+
+    def _start(self, start: RowStart) -> None:
+        row, sampling = start.row, start.sampling
+        self._token_ids[row, : len(start.token_ids)] = start.token_ids
+        self._prompt_lens[row] = start.num_prompt_tokens
+        self._num_blocks[row] = 0
+        self._append_blocks(row, start.block_ids)
+        self._floats[:, row] = (
+            sampling.temperature,
+            sampling.min_p,
+            sampling.top_p,
+            sampling.repetition_penalty,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+        )
+        self._top_k[row] = sampling.top_k
+        self._seeds[row] = sampling.seed
+        self._wants_logprobs[row] = sampling.logprobs
+        self._num_top_logprobs[row] = sampling.top_logprobs
+
+    def _append_blocks(self, row: int, block_ids: Sequence[int]) -> None:
+        first = self._num_blocks[row]
+        self._block_table[row, first : first + len(block_ids)] = block_ids
+        self._num_blocks[row] += len(block_ids)
+
+    def _gather(self, steps: Sequence[RowStep]) -> StepInputs:
+        table = np.array(
+            [
+                (step.row, step.num_computed_tokens, step.num_scheduled_tokens, step.samples)
+                for step in steps
+            ],
+            np.int64,
+        ).reshape(-1, 4)
+        rows, num_computed, num_scheduled, samples = np.ascontiguousarray(table.T)
+        cu_seqlens = np.concatenate([[0], np.cumsum(num_scheduled)])
+        sequences = np.repeat(np.arange(len(rows)), num_scheduled)
+        offsets = np.arange(cu_seqlens[-1]) - cu_seqlens[sequences]
+        positions = num_computed[sequences] + offsets
+        token_rows = rows[sequences]
+        blocks = self._block_table[token_rows, positions // self._block_size]
+        seq_lens = num_computed + num_scheduled
+        most_blocks = -(-int(seq_lens.max(initial=0)) // self._block_size)
+        sampled_sequences = np.flatnonzero(samples)
+        return StepInputs(
+            token_ids=torch.from_numpy(self._token_ids[token_rows, positions].astype(np.int64)),
+            positions=torch.from_numpy(positions),
+            slot_mapping=torch.from_numpy(blocks * self._block_size + positions % self._block_size),
+            cu_seqlens=torch.from_numpy(cu_seqlens),
+            seq_lens=torch.from_numpy(seq_lens),
+            block_table=torch.from_numpy(self._block_table[rows, :most_blocks]),
+            sampled_sequences=torch.from_numpy(sampled_sequences),
+            sample_indices=torch.from_numpy(cu_seqlens[sampled_sequences + 1] - 1),
+        )

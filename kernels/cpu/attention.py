@@ -1,0 +1,208 @@
+"""Paged attention on torch's CPU build: tiles of queries, batched by shape, over gathered keys.
+
+A step's queries are cut into tiles, each with the keys it can see. Tiles are padded up to a few
+sizes, those of one size run in one call, and how far a tile is padded depends on itself alone: so
+does its result.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+# Queries of a tile. The keys after a tile's last query are not read, so smaller tiles waste less
+# of the causal triangle, larger ones gather the same keys less often.
+_QUERY_TILE = 128
+# Keys gathered in one call: keeps the copies (12 MiB at this size for 3 heads of 64, float32) in
+# the last-level cache.
+_MAX_GATHERED_KEYS = 8192
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Tiles of one padded shape, [B] tiles of Q queries and L keys, that run in one call."""
+
+    query_indices: Tensor | None  # [B · Q] of the flat batch; None: all of it, in order
+    kv_slots: Tensor  # [B · L]
+    mask: Tensor  # [B, 1, Q, L]: 0 where a query sees a key, else -inf
+    kept: Tensor | None  # of the B · Q results those that are not padding; None: all
+    output_indices: Tensor | None  # where in the flat batch the kept results go
+
+
+@dataclass(frozen=True, slots=True)
+class PagedPlan:
+    """The layout of a step's attention; tiles are made when a layer first asks for its window."""
+
+    first_queries: Integers
+    num_queries: Integers
+    seq_lens: Integers
+    block_table: Integers
+    block_size: int
+    tiles_by_window: dict[int, list[_Tiles]] = field(default_factory=dict)
+
+    def tiles(self, sliding_window: int) -> list[_Tiles]:
+        if sliding_window not in self.tiles_by_window:
+            self.tiles_by_window[sliding_window] = list(_make_tiles(self, sliding_window))
+        return self.tiles_by_window[sliding_window]
+
+
+def plan(cu_seqlens: Tensor, seq_lens: Tensor, block_table: Tensor, block_size: int) -> PagedPlan:
+    """See `Kernels.plan_attention`."""
+    borders = cu_seqlens.numpy().astype(np.int64)
+    return PagedPlan(
+        borders[:-1],
+        np.diff(borders),
+        seq_lens.numpy().astype(np.int64),
+        block_table.numpy().astype(np.int64),
+        block_size,
+    )
+
+
+class PagedAttention:
+    """Runs plans; owns the buffers that keys and values are gathered into."""
+
+    def __init__(self) -> None:
+        self._gathered = (torch.empty(0), torch.empty(0))
+
+    def __call__(
+        self, query: Tensor, kv_layer: Tensor, plan: PagedPlan, scale: float, sliding_window: int
+    ) -> Tensor:
+        """See `Kernels.paged_attention`."""
+        result = None
+        for tiles in plan.tiles(sliding_window):
+            attended = self._attend(query, kv_layer, tiles, scale)
+            if tiles.output_indices is None:
+                return attended
+            if result is None:
+                result = torch.empty_like(query)
+            if tiles.kept is not None:
+                attended = attended[tiles.kept]
+            result.index_copy_(0, tiles.output_indices, attended)
+        assert result is not None, "a plan has at least one query"
+        return result
+
+    def _attend(self, query: Tensor, kv_layer: Tensor, tiles: _Tiles, scale: float) -> Tensor:
+        num_tiles, _, num_queries, num_keys = tiles.mask.shape
+        heads, dim = query.shape[1:]
+        kv_heads = kv_layer.shape[3]
+        if tiles.query_indices is not None:
+            query = query[tiles.query_indices]
+        query = query.view(num_tiles, num_queries, heads, dim).transpose(1, 2)
+        key, value = (
+            rows.view(num_tiles, num_keys, kv_heads, dim).transpose(1, 2)
+            for rows in self._gather(kv_layer, tiles.kv_slots)
+        )
+        attended = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=tiles.mask.to(query.dtype), scale=scale, enable_gqa=True
+        )
+        return attended.transpose(1, 2).reshape(num_tiles * num_queries, heads, dim)
+
+    def _gather(self, kv_layer: Tensor, slots: Tensor) -> Iterator[Tensor]:
+        rows = kv_layer.flatten(3).flatten(1, 2)
+        size = len(slots) * rows.shape[2]
+        if self._gathered[0].numel() < size or self._gathered[0].dtype != rows.dtype:
+            # Fresh memory on each call would cost more in page faults than the copy itself.
+            self._gathered = (
+                torch.empty(size, dtype=rows.dtype),
+                torch.empty(size, dtype=rows.dtype),
+            )
+        for source, buffer in zip(rows, self._gathered, strict=True):
+            target = buffer[:size].view(len(slots), rows.shape[2])
+            yield torch.index_select(source, 0, slots, out=target)
+
+
+def _make_tiles(plan: PagedPlan, sliding_window: int) -> Iterator[_Tiles]:
+    sequences, offsets = _tile_borders(plan.num_queries)
+    num_queries = np.minimum(plan.num_queries[sequences] - offsets, _QUERY_TILE)
+    first_queries = plan.first_queries[sequences] + offsets
+    first_positions = plan.seq_lens[sequences] - plan.num_queries[sequences] + offsets
+    first_keys = np.zeros_like(first_positions)
+    if sliding_window:
+        first_keys = np.maximum(first_positions + 1 - sliding_window, 0)
+    num_keys = first_positions + num_queries - first_keys
+    padded_queries = _padded_size(num_queries, step=1)
+    padded_keys = _padded_size(num_keys, step=plan.block_size)
+    order = np.lexsort((padded_keys, padded_queries))
+    shapes = np.stack([padded_queries, padded_keys])[:, order]
+    borders = np.flatnonzero(np.any(np.diff(shapes, axis=1), axis=0)) + 1
+    for same_shape in np.split(order, borders):
+        shape = int(padded_queries[same_shape[0]]), int(padded_keys[same_shape[0]])
+        at_once = max(1, _MAX_GATHERED_KEYS // shape[1])
+        for start in range(0, len(same_shape), at_once):
+            chosen = np.sort(same_shape[start : start + at_once])
+            yield _batch_tiles(
+                plan,
+                shape,
+                sequences[chosen],
+                first_queries[chosen],
+                num_queries[chosen],
+                first_positions[chosen],
+                first_keys[chosen],
+                num_keys[chosen],
+                sliding_window,
+            )
+
+
+def _tile_borders(num_queries: Integers) -> tuple[Integers, Integers]:
+    """The sequence of each tile, and its first query's place among that sequence's queries."""
+    num_tiles = -(-num_queries // _QUERY_TILE)
+    sequences = np.repeat(np.arange(len(num_queries)), num_tiles)
+    first_tiles = np.cumsum(num_tiles) - num_tiles
+    return sequences, (np.arange(len(sequences)) - first_tiles[sequences]) * _QUERY_TILE
+
+
+def _padded_size(sizes: Integers, step: int) -> Integers:
+    """Rounds up to step · {1, 2, 3, 4, 6, 8, 12, 16, …}: at most half as much again, few sizes."""
+    steps = -(-sizes // step)
+    power = 1 << np.ceil(np.log2(steps)).astype(np.int64)
+    return step * np.where(4 * steps <= 3 * power, 3 * power // 4, power)
+
+
+def _batch_tiles(
+    plan: PagedPlan,
+    shape: tuple[int, int],
+    sequences: Integers,
+    first_queries: Integers,
+    num_queries: Integers,
+    first_positions: Integers,
+    first_keys: Integers,
+    num_keys: Integers,
+    sliding_window: int,
+) -> _Tiles:
+    # Padding repeats a tile's last query, and its last key behind the mask: a masked key's weight
+    # is 0, but 0 times what another sequence left in the cache could be NaN.
+    query_offsets = np.arange(shape[0])
+    is_query = query_offsets < num_queries[:, None]
+    query_offsets = np.minimum(query_offsets, num_queries[:, None] - 1)
+    query_indices = first_queries[:, None] + query_offsets
+    query_positions = first_positions[:, None] + query_offsets
+
+    key_offsets = np.arange(shape[1])
+    key_positions = first_keys[:, None] + key_offsets
+    read_positions = first_keys[:, None] + np.minimum(key_offsets, num_keys[:, None] - 1)
+    blocks = plan.block_table[sequences[:, None], read_positions // plan.block_size]
+    slots = blocks * plan.block_size + read_positions % plan.block_size
+
+    hidden = key_positions[:, None] > query_positions[..., None]
+    if sliding_window:
+        hidden |= key_positions[:, None] <= query_positions[..., None] - sliding_window
+    mask = np.where(hidden[:, None], np.float32(-np.inf), np.float32(0))
+
+    output_indices = query_indices[is_query]
+    num_batch_queries = int(plan.num_queries.sum())
+    is_whole_batch = query_indices.size == num_batch_queries and np.array_equal(
+        query_indices.ravel(), np.arange(num_batch_queries)
+    )
+    return _Tiles(
+        query_indices=None if is_whole_batch else torch.from_numpy(query_indices.ravel()),
+        kv_slots=torch.from_numpy(slots.ravel()),
+        mask=torch.from_numpy(mask),
+        kept=None if is_query.all() else torch.from_numpy(np.flatnonzero(is_query)),
+        output_indices=None if is_whole_batch else torch.from_numpy(output_indices),
+    )

@@ -1,0 +1,154 @@
+"""The ops a model is made of: their contracts, which every backend keeps.
+
+Kernels know no requests: a batch is flat tensors, its sequences laid end to end. `T` is the number
+of tokens of a batch, `n` of its sequences, `V` of the vocabulary. Unless said otherwise floating
+tensors have the model's dtype, ids and indices are int64, sums run in float32 at least, and results
+are new tensors. A row's result never depends on which other rows are in the batch.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from torch import Tensor
+
+# What a backend made of a linear layer's weight, or of a batch's layout: only it can look inside.
+PackedLinear = Any
+AttentionPlan = Any
+
+
+class Kernels(ABC):
+    """One backend's implementation of every op."""
+
+    @abstractmethod
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        """Lays out `weight` [out, in] and `bias` [out] once, as `linear` likes to read them."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        """x [T, in] -> x weightᵀ + bias [T, out]."""
+
+    @abstractmethod
+    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
+        """Rows `ids` [T] of `table` [rows, width] -> [T, width]."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x²) + eps) · weight over the last axis (Zhang and Sennrich, 2019).
+
+        x [T, width], weight [width].
+        """
+
+    @abstractmethod
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Adds x to `residual` [T, width] in place and returns rms_norm(residual)."""
+
+    @abstractmethod
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) · up of gate_up [T, 2 · width], gate first -> [T, width] (Shazeer, 2020)."""
+
+    @abstractmethod
+    def rope_and_cache(
+        self,
+        query: Tensor,
+        query_cos_sin: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cos_sin: Tensor,
+        kv_layer: Tensor,
+        slot_mapping: Tensor,
+        query_norm: Tensor | None,
+        key_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """Rotates query and key, writes key and value to the cache, returns the rotated query.
+
+        query [Tq, heads, dim] and key, value [T, kv_heads, dim] may be of different tokens, each
+        with its rows of the rotary table, float32 [·, dim]: cos of dim / 2 angles, then sin. The
+        halves (a, b) of a head become (a cos - b sin, b cos + a sin) (Su et al., 2021). With
+        query_norm and key_norm [dim] each head is rms-normalised first. Token i of `key` goes to
+        slot slot_mapping[i] of kv_layer [2, num_blocks, block_size, kv_heads, dim], where
+        slot = block · block_size + offset; slots are distinct. May overwrite query and key.
+        """
+
+    @abstractmethod
+    def plan_attention(
+        self, cu_seqlens: Tensor, seq_lens: Tensor, block_table: Tensor, block_size: int
+    ) -> AttentionPlan:
+        """Prepares, once for all layers of a step, the attention of a batch.
+
+        Sequence i has queries [cu_seqlens[i], cu_seqlens[i + 1]) of the flat batch, at least one:
+        the last tokens of its seq_lens[i] tokens. Its tokens lie in the blocks
+        block_table[i, : ceil(seq_lens[i] / block_size)]; entries beyond may hold anything.
+        cu_seqlens [n + 1], seq_lens [n], block_table [n, max_blocks].
+        """
+
+    @abstractmethod
+    def paged_attention(
+        self,
+        query: Tensor,
+        kv_layer: Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        sliding_window: int = 0,
+    ) -> Tensor:
+        """Causal attention over the paged cache -> [T, heads, dim] (Kwon et al., 2023).
+
+        softmax(scale · q kᵀ) v for a query at position p over the keys at positions <= p, and
+        > p - sliding_window where that is not 0. query [T, heads, dim], kv_layer as in
+        `rope_and_cache` and already holding the keys of these queries; query head h reads KV head
+        h // (heads / kv_heads). What lies in slots beyond a sequence's length, NaN included, has
+        no effect.
+        """
+
+    @abstractmethod
+    def penalize(
+        self,
+        logits: Tensor,
+        token_ids: Tensor,
+        prompt_lens: Tensor,
+        seq_lens: Tensor,
+        repetition: Tensor,
+        presence: Tensor,
+        frequency: Tensor,
+    ) -> None:
+        """Lowers, in place, the logits of tokens that a sequence already holds.
+
+        A token seen in prompt or output has its logit divided by `repetition` where positive, else
+        multiplied by it (Keskar et al., 2019); then one seen c > 0 times in the output loses
+        presence + c · frequency. logits float32 [n, V]; row i's tokens are
+        token_ids[i, : seq_lens[i]], of which the first prompt_lens[i] are its prompt; penalties
+        float32 [n]; 1, 0 and 0 leave a row as it was, bit for bit.
+        """
+
+    @abstractmethod
+    def sample(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        min_p: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+    ) -> Tensor:
+        """Chooses a token for each row of finite-topped logits, float32 [n, V] -> ids [n].
+
+        Where temperature < 1e-5 or top_p <= 0: the first of the largest logits. Else, in order,
+        logits are divided by the temperature; min_p keeps tokens of at least min_p times the
+        largest probability (Nguyen et al., 2024; 0 is off); top_k the k likeliest (Fan et al.,
+        2018; 0 is off); top_p the likeliest whose probabilities, renormalised over what is left,
+        first sum to top_p (Holtzman et al., 2020; 1 is off); equal logits rank by token id. Then
+        the token is argmax(logit / temperature + gumbel) (Maddison et al., 2014), with the noise
+        of kernels/noise.py: a pure function of (seed, position, token id). temperature, min_p,
+        top_p float32 [n]; top_k, seeds, positions int64 [n].
+        """
+
+    @abstractmethod
+    def token_logprobs(
+        self, logits: Tensor, chosen: Tensor, num_top: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-softmax of logits, float32 [n, V], at chosen ids [n] and at the num_top likeliest.
+
+        Returns chosen log-probabilities [n], and ids and log-probabilities [n, num_top], likeliest
+        first, equal ones by token id. num_top may be 0.
+        """
