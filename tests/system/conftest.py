@@ -16,7 +16,7 @@ def line(
     """Two gateways before one of each other service, serving SmolLM2."""
     directory = tmp_path_factory.mktemp("line")
     arguments = ("--model", str(default_model_path), "--gateways", "2", "--max-num-seqs", "16")
-    with running_line(directory, *arguments, "--kv-memory", "256MiB") as started:
+    with running_line(directory, *arguments, "--kv-memory", "512MiB") as started:
         yield started
 
 
