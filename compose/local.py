@@ -24,6 +24,7 @@ from compose.supervisor import Supervisor
 
 # Longer than the 30 s that a gateway gives the requests in progress (its --drain-seconds).
 _GRACE_SECONDS: Final = 40.0
+_UNREADY_GRACE_SECONDS: Final = 2.0
 
 
 async def run_line(options: LineOptions, console: Console, state_directory: Path) -> bool:
@@ -61,14 +62,16 @@ async def _run_until_stopped(
     ready = asyncio.create_task(_show_readiness(line, console))
     try:
         await asyncio.wait({failure, stopped, ready}, return_when=asyncio.FIRST_COMPLETED)
-        if ready.done() and not failure.done() and not stopped.done():
+        was_ready = ready.done()
+        ready.cancel()
+        if was_ready and not failure.done() and not stopped.done():
             supervisor.mark_ready()
             model = await ready
             _print_welcome(line, model, time.monotonic() - started, console)
             await asyncio.wait({failure, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        ready.cancel()
         console.print("stopping: each service finishes its work, Ctrl-C again ends it at once")
-        await supervisor.drain(_GRACE_SECONDS)
+        # A line that never was ready has no work to finish, and may be loading a large model.
+        await supervisor.drain(_GRACE_SECONDS if was_ready else _UNREADY_GRACE_SECONDS)
         if failure.done():
             raise CommandError(await failure)
         console.print("stopped")
