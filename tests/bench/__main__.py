@@ -1,0 +1,17 @@
+"""Benchmarks: `python -m tests.bench NAME --help`. Each prints ratios taken within one run."""
+
+import argparse
+
+from tests.bench import pipeline
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="NAME")
+    pipeline.add_command(commands)
+    arguments = parser.parse_args()
+    arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    main()
