@@ -47,7 +47,7 @@ def start_sequence(
     }
     token_ids = submit.record.output_token_ids
     new_assembler = _assembler_factory(submit, tokens, automata, control_stops)
-    assembler = _replay(new_assembler(), token_ids)
+    assembler, _ = _replay(new_assembler(), token_ids)
     stream = TextStream(submit.sequence_id, assembler, control_stops)
     if finish := _recorded_finish(submit.record, assembler):
         # The output that listed the last id held the last text too.
@@ -57,9 +57,15 @@ def start_sequence(
     num_settled = len(token_ids) - assembler.num_unsettled
     if repeated := token_ids[num_settled:]:
         num_characters = assembler.num_settled_characters
-        assembler = _replay(new_assembler(), token_ids[:num_settled])
-        num_characters -= assembler.num_settled_characters
-        stream = TextStream(submit.sequence_id, assembler, control_stops, repeated, num_characters)
+        assembler, num_listed = _replay(new_assembler(), token_ids[:num_settled])
+        stream = TextStream(
+            submit.sequence_id,
+            assembler,
+            control_stops,
+            repeated,
+            num_sent_tokens=len(token_ids) - num_listed,
+            num_sent_characters=num_characters - assembler.num_settled_characters,
+        )
     return SequenceStart(stream, _engine_submit(submit, num_settled, control_stops))
 
 
@@ -109,14 +115,14 @@ def _assembler_factory(
     return new_assembler
 
 
-def _replay(assembler: TextAssembler, token_ids: Sequence[int]) -> TextAssembler:
-    """Brings `assembler` to its state after `token_ids`; what settled on the way is dropped."""
+def _replay(assembler: TextAssembler, token_ids: Sequence[int]) -> tuple[TextAssembler, int]:
+    """Brings `assembler` to its state after `token_ids`; also says how many of them it listed."""
     for token_id in token_ids:
         assembler.add(token_id)
         if assembler.stop_string or assembler.ending is not None:
             break
-    assembler.take()
-    return assembler
+    _, listed, _ = assembler.take()
+    return assembler, len(listed)
 
 
 def _recorded_finish(

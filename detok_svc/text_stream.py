@@ -22,7 +22,8 @@ class TextStream:
 
     control_stops: stop strings that a control token spells, by the token's id.
     repeated: ids of the record, after those in the assembler, that the engine makes again.
-    num_repeated_characters: how much settled text they have, which was sent when they were.
+    num_sent_tokens, num_sent_characters: of what the assembler settles next, how much was sent
+    with the record.
     """
 
     def __init__(
@@ -31,14 +32,15 @@ class TextStream:
         assembler: TextAssembler,
         control_stops: Mapping[int, str],
         repeated: Sequence[int] = (),
-        num_repeated_characters: int = 0,
+        num_sent_tokens: int = 0,
+        num_sent_characters: int = 0,
     ) -> None:
         self._sequence_id = sequence_id
         self._assembler = assembler
         self._control_stops = control_stops
         self._repeated = deque(repeated)
-        self._num_repeated_tokens = len(repeated)
-        self._num_repeated_characters = num_repeated_characters
+        self._num_sent_tokens = num_sent_tokens
+        self._num_sent_characters = num_sent_characters
         self.finished = False
 
     def take(self, output: engine_pb2.Output) -> detok_pb2.Output | None:
@@ -113,12 +115,14 @@ class TextStream:
 
     def _settled(self) -> detok_pb2.Output:
         text, token_ids, logprobs = self._assembler.take()
-        if self._num_repeated_tokens:
-            token_ids, num_before = token_ids[self._num_repeated_tokens :], len(token_ids)
-            self._num_repeated_tokens = max(0, self._num_repeated_tokens - num_before)
-        if self._num_repeated_characters:
-            text, num_before = text[self._num_repeated_characters :], len(text)
-            self._num_repeated_characters = max(0, self._num_repeated_characters - num_before)
+        if self._num_sent_tokens:
+            num_sent = min(self._num_sent_tokens, len(token_ids))
+            self._num_sent_tokens -= num_sent
+            token_ids = token_ids[num_sent:]
+        if self._num_sent_characters:
+            num_sent = min(self._num_sent_characters, len(text))
+            self._num_sent_characters -= num_sent
+            text = text[num_sent:]
         return detok_pb2.Output(
             sequence_id=self._sequence_id, text=text, token_ids=token_ids, logprobs=logprobs
         )

@@ -1,5 +1,7 @@
 """The search for stop strings equals a plain search on the whole text, however it is split."""
 
+import itertools
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -25,7 +27,7 @@ def longest_held(text: str, stops: list[str]) -> int:
 
 def pieces_of(text: str, cuts: list[int]) -> list[str]:
     borders = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    return [text[start:end] for start, end in zip(borders, borders[1:], strict=False)]
+    return [text[start:end] for start, end in itertools.pairwise(borders)]
 
 
 texts = st.text("ab[]\n🦜", max_size=24)

@@ -1,0 +1,318 @@
+"""One sequence: what is shown, listed and finished depends on its ids alone."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from detok_svc.incremental_decoder import make_decoder
+from detok_svc.sequence_start import SequenceStart, start_sequence
+from detok_svc.stop_strings import StopAutomata
+from detok_svc.token_bytes import TokenBytes
+from protos.common.v1 import common_pb2
+from protos.detok.v1 import detok_pb2
+from protos.engine.v1 import engine_pb2
+from protos.wire.errors import InvalidRequest, Unavailable
+from tests.fakes.detok_line import Answer, new_submit, run_in_process, token_bytes, with_pieces
+from tests.fakes.engine_script import Script, ScriptedSequence, one_per_step
+from tests.fakes.tiny_tokenizers import IM_END, IM_START, byte_fallback, byte_level
+
+STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
+CANCELLED, ERROR = common_pb2.FINISH_REASON_CANCELLED, common_pb2.FINISH_REASON_ERROR
+BL, BF = token_bytes(byte_level()), token_bytes(byte_fallback())
+BF_IDS = byte_fallback().get_vocab()
+
+
+def ids(text: str) -> list[int]:
+    return byte_level().encode(text).ids
+
+
+def begin(submit: detok_pb2.Submit, tokens: TokenBytes = BL) -> SequenceStart:
+    start = start_sequence(submit, tokens, StopAutomata())
+    assert isinstance(start, SequenceStart)
+    return start
+
+
+def grouped(token_ids: Sequence[int], cuts: Sequence[int]) -> list[list[int]]:
+    """`token_ids` in steps that end at `cuts`."""
+    borders = sorted({0, len(token_ids), *(cut % (len(token_ids) + 1) for cut in cuts)})
+    return [list(token_ids[a:b]) for a, b in itertools.pairwise(borders)]
+
+
+# Any run of these is worth a look: bytes of characters, text, control tokens, an id with no token.
+_BF_PIECES = ["<0xC3>", "<0xA9>", "<0x61>", "<0xFF>", "▁", "a", "▁a", "b", "</s>", "<unk>"]
+_BL_PIECES = [*"aaabbc", *["ð", "Ł", "¦", "ľ", "Ã", "©", "ÿ"], "<|im_start|>", "<|im_end|>"]
+TOKENIZERS: dict[str, tuple[TokenBytes, list[int], list[int]]] = {
+    "BL": (BL, [byte_level().get_vocab()[piece] for piece in _BL_PIECES] + [999], [IM_END]),
+    "BF": (BF, [BF_IDS[piece] for piece in _BF_PIECES] + [999], [BF_IDS["</s>"]]),
+}
+STOPS = ["a", "ab", "aab", "abab", "b a", "é", "🦜", "\ufffd", "éa", "<|im_start|>", "a<|im_end|>"]
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> tuple[TokenBytes, list[int], dict[str, Any]]:
+    tokens, pool, eos = TOKENIZERS[draw(st.sampled_from(sorted(TOKENIZERS)))]
+    token_ids = draw(st.lists(st.sampled_from(pool), max_size=20))
+    fields = {
+        "prompt": draw(st.lists(st.sampled_from(pool), max_size=4)),
+        "eos": eos if draw(st.booleans()) else [],
+        "stop_token_ids": draw(st.lists(st.sampled_from(pool), max_size=1)),
+        "max_tokens": draw(st.integers(1, 25)),
+        "stop": draw(st.lists(st.sampled_from(STOPS), max_size=3)),
+        "top_logprobs": draw(st.sampled_from([None, 0, 2])),
+        "skip_special_tokens": draw(st.booleans()),
+        "include_stop_str_in_output": draw(st.booleans()),
+    }
+    return tokens, token_ids, fields
+
+
+def numbered_logprobs(count: int) -> list[engine_pb2.TokenLogprobs]:
+    """Different for each token, so that a mix-up is seen."""
+    return [
+        engine_pb2.TokenLogprobs(
+            logprob=-index / 8, top_token_ids=[index % 250, 64], top_logprobs=[-index / 8, -9]
+        )
+        for index in range(count)
+    ]
+
+
+def script_of(token_ids: Sequence[int], cuts: Sequence[int]) -> Script:
+    return Script(grouped(token_ids, cuts), logprobs=numbered_logprobs(len(token_ids)))
+
+
+cut_lists = st.lists(st.integers(0, 30), max_size=20)
+EVERY_TOKEN = list(range(30))
+
+
+@given(sequences(), cut_lists)
+@settings(deadline=None, max_examples=400)
+def test_grouping_changes_nothing(
+    case: tuple[TokenBytes, list[int], dict[str, Any]], cuts: list[int]
+) -> None:
+    tokens, token_ids, fields = case
+    answer = run_in_process(new_submit(**fields), script_of(token_ids, cuts), tokens)
+    single = run_in_process(new_submit(**fields), script_of(token_ids, EVERY_TOKEN), tokens)
+    assert answer.summary == single.summary
+
+
+@given(sequences(), cut_lists, st.integers(0, 30))
+@settings(deadline=None, max_examples=500)
+def test_a_record_continued_from_any_output_gives_exactly_the_rest(
+    case: tuple[TokenBytes, list[int], dict[str, Any]], cuts: list[int], border: int
+) -> None:
+    tokens, token_ids, fields = case
+    script = script_of(token_ids, cuts)
+    whole = run_in_process(new_submit(**fields), script, tokens)
+    assume(len(whole.outputs) > 1)
+    before = Answer(whole.outputs[: border % (len(whole.outputs) - 1) + 1])
+    resumed = new_submit(output=before.token_ids, **fields)
+    after = run_in_process(resumed, script, tokens)
+    assert Answer(before.outputs + after.outputs).summary == whole.summary
+
+
+@given(sequences())
+@settings(deadline=None, max_examples=400)
+def test_stops_cut_where_a_plain_search_of_the_text_does(
+    case: tuple[TokenBytes, list[int], dict[str, Any]],
+) -> None:
+    tokens, token_ids, fields = case
+    fields |= {"eos": [], "stop_token_ids": [], "max_tokens": 1000}
+    stops = [stop for stop in fields["stop"] if tokens.special_token_of(stop) is None]
+    fields["stop"] = stops
+    answer = run_in_process(new_submit(**fields), script_of(token_ids, EVERY_TOKEN), tokens)
+    decoder = make_decoder(tokens, fields["skip_special_tokens"], fields["prompt"])
+    texts = [text for token_id in token_ids for text in decoder.decode(token_id)]
+    held, rest = decoder.flush()
+    texts += held
+    text = "".join(texts) + rest
+    ends = [
+        (end, -len(stop), stop)
+        for stop in stops
+        for end in range(len(text) + 1)
+        if text[:end].endswith(stop)
+    ]
+    if not ends:
+        assert (answer.text, answer.token_ids) == (text, token_ids)
+        return
+    end, _, stop = min(ends)
+    assert answer.text == text[: end if fields["include_stop_str_in_output"] else end - len(stop)]
+    lengths = [len("".join(texts[: count + 1])) for count in range(len(texts))]
+    num_tokens = sum(length < end for length in lengths) + 1
+    assert answer.token_ids == token_ids[:num_tokens]
+    assert answer.finish == common_pb2.Finish(reason=STOP, stop_string=stop)
+
+
+def test_tokens_of_a_run_after_the_stop_string_are_not_listed() -> None:
+    # The run is known to be text only at its end, which comes after the stop string.
+    token_ids = [BF_IDS[piece] for piece in ("<0xC3>", "<0xA9>", "<0x61>", "<0x62>", "b")]
+    answer = run_in_process(new_submit(stop=["éa"]), one_per_step(token_ids), BF)
+    assert (answer.text, answer.token_ids) == ("", token_ids[:3])
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+def test_eos_is_listed_and_never_shown(skip_special_tokens: bool) -> None:
+    submit = new_submit(eos=[IM_END], top_logprobs=0, skip_special_tokens=skip_special_tokens)
+    token_ids = [*ids("a"), IM_START, IM_END]
+    answer = run_in_process(submit, one_per_step(token_ids), BL)
+    assert answer.text == ("a" if skip_special_tokens else "a<|im_start|>")
+    assert answer.token_ids == token_ids
+    # A control token that shows no text is none the less a token of the answer; EOS is not.
+    assert answer.shown_ids == token_ids[:2]
+    assert answer.finish == common_pb2.Finish(reason=STOP)
+
+
+@pytest.mark.parametrize("includes_stop", [True, False])
+def test_a_stop_token_shows_only_if_stops_are_included(includes_stop: bool) -> None:
+    (token_id,) = ids("b")
+    submit = new_submit(
+        stop_token_ids=[token_id], top_logprobs=0, include_stop_str_in_output=includes_stop
+    )
+    answer = run_in_process(submit, one_per_step(ids("abc")), BL)
+    assert answer.text == ("ab" if includes_stop else "a")
+    assert answer.token_ids == ids("ab")
+    assert answer.shown_ids == ids("ab" if includes_stop else "a")
+    assert answer.finish == common_pb2.Finish(reason=STOP, stop_token_id=token_id)
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@pytest.mark.parametrize("includes_stop", [True, False])
+@pytest.mark.parametrize("eos", [[], [IM_END]])
+def test_the_text_of_a_control_token_is_a_stop_string(
+    skip_special_tokens: bool, includes_stop: bool, eos: list[int]
+) -> None:
+    submit = new_submit(
+        stop=["<|im_end|>", "zz"],
+        eos=eos,
+        top_logprobs=0,
+        skip_special_tokens=skip_special_tokens,
+        include_stop_str_in_output=includes_stop,
+    )
+    assert list(begin(submit).engine_submit.record.sampling.stop_token_ids) == [IM_END]
+    token_ids = [*ids("az"), IM_END]
+    answer = run_in_process(submit, one_per_step([*token_ids, *ids("b")]), BL)
+    assert answer.text == ("az<|im_end|>" if includes_stop else "az")
+    assert answer.token_ids == token_ids
+    assert answer.shown_ids == (token_ids if includes_stop else token_ids[:2])
+    assert answer.finish == common_pb2.Finish(reason=STOP, stop_string="<|im_end|>")
+
+
+def test_a_control_tokens_text_spelled_by_other_tokens_is_a_stop_too() -> None:
+    spelled = [*ids("a"), *(ids(character)[0] for character in "<|im_end|>b")]
+    answer = run_in_process(new_submit(stop=["<|im_end|>"]), one_per_step(spelled), BL)
+    assert answer.text == "a"
+    assert answer.finish.stop_string == "<|im_end|>"
+
+
+def test_a_stop_string_beats_the_engines_finish_of_the_same_token() -> None:
+    answer = run_in_process(new_submit(stop=["b"], max_tokens=2), one_per_step(ids("abc")), BL)
+    assert answer.finish == common_pb2.Finish(reason=STOP, stop_string="b")
+
+
+def test_logprobs_come_with_the_text_and_not_for_trimmed_tokens() -> None:
+    tokenizer, (uvw, x, q) = with_pieces("uv w", "x", "q")
+    submit = new_submit(stop=["wx y", "q"], top_logprobs=0)
+    answer = run_in_process(submit, one_per_step([uvw, x, *ids("a"), q]), token_bytes(tokenizer))
+    assert answer.deltas == ["uv ", "", "wxa", ""]
+    assert answer.token_ids == [uvw, x, *ids("a"), q]
+    assert [len(output.logprobs) for output in answer.outputs] == [1, 0, 2, 0]
+    assert answer.shown_ids == [uvw, x, *ids("a")]
+
+
+def test_logprob_entries_have_the_tokens_own_text_and_bytes() -> None:
+    logprobs = engine_pb2.TokenLogprobs(
+        logprob=-1, top_token_ids=[999, IM_END], top_logprobs=[-1, -9999]
+    )
+    script = Script([[172, 253, 99, 250]], logprobs=[logprobs] * 4)
+    answer = run_in_process(new_submit(top_logprobs=2), script, BL)
+    assert [entry.token.text for entry in answer.logprobs] == [r"\xf0", r"\x9f", r"\xa6", r"\x9c"]
+    assert b"".join(entry.token.text_bytes for entry in answer.logprobs).decode() == "🦜"
+    unknown, control = answer.logprobs[0].top
+    assert (unknown.token_id, unknown.text, unknown.text_bytes) == (999, "", b"")
+    assert (control.text, control.text_bytes) == ("<|im_end|>", b"<|im_end|>")
+    assert control.logprob == -9999
+
+
+def test_a_token_cut_off_after_a_broken_character_is_not_shown() -> None:
+    answer = run_in_process(
+        new_submit(stop=["a"], top_logprobs=0), one_per_step([172, *ids("a")]), BL
+    )
+    assert (answer.text, answer.shown_ids) == ("\ufffd", [172])
+
+
+@pytest.mark.parametrize(("text", "flushed"), [("ab", "ab"), ("a🦜", "a🦜")])
+def test_cancel_flushes_what_is_held(text: str, flushed: str) -> None:
+    start = begin(new_submit(stop=["bc", "🦜!"], sequence_id=7))
+    first = start.stream.take(engine_pb2.Output(token_ids=ids(text)))
+    last = start.stream.cancel()
+    assert first is not None and first.text + last.text == flushed
+    assert last.finish == common_pb2.Finish(reason=CANCELLED)
+    assert last.sequence_id == 7
+    late = engine_pb2.Output(token_ids=ids("x"), finish=common_pb2.Finish(reason=CANCELLED))
+    assert start.stream.finished and start.stream.take(late) is None
+
+
+def test_an_error_keeps_what_is_not_settled_for_the_continuation() -> None:
+    error = Unavailable("Lost.", code="engine_lost")
+    broken = run_in_process(
+        new_submit(stop=["bc"]), one_per_step(ids("abd"), error_after=2, error=error), BL
+    )
+    assert (broken.text, broken.token_ids) == ("a", ids("ab"))
+    assert broken.finish.reason == ERROR and broken.finish.error.code == "engine_lost"
+    rest = run_in_process(new_submit(stop=["bc"], output=ids("ab")), one_per_step(ids("abd")), BL)
+    assert (rest.text, rest.token_ids) == ("bd", ids("d"))
+
+
+def test_prefill_is_reported_though_there_is_no_token_yet() -> None:
+    start = begin(new_submit())
+    output = start.stream.take(engine_pb2.Output(prefill_started=True, num_cached_tokens=16))
+    assert output is not None and output.prefill_started and output.num_cached_tokens == 16
+    assert start.stream.take(engine_pb2.Output()) is None
+
+
+@pytest.mark.parametrize(
+    ("output", "fields", "finish"),
+    [
+        (ids("ab"), {"max_tokens": 2}, common_pb2.Finish(reason=LENGTH)),
+        ([*ids("a"), IM_END], {"eos": [IM_END]}, common_pb2.Finish(reason=STOP)),
+        (ids("ab"), {"stop": ["b"]}, common_pb2.Finish(reason=STOP, stop_string="b")),
+        (
+            [*ids("a"), IM_END],
+            {"stop": ["<|im_end|>"]},
+            common_pb2.Finish(reason=STOP, stop_string="<|im_end|>"),
+        ),
+        (
+            ids("ab"),
+            {"stop_token_ids": ids("b")},
+            common_pb2.Finish(reason=STOP, stop_token_id=ids("b")[0]),
+        ),
+    ],
+)
+@pytest.mark.parametrize("includes_stop", [True, False])
+def test_a_complete_record_needs_no_engine(
+    output: list[int], fields: dict[str, Any], finish: common_pb2.Finish, includes_stop: bool
+) -> None:
+    submit = new_submit(
+        output=output, sequence_id=3, include_stop_str_in_output=includes_stop, **fields
+    )
+    end = start_sequence(submit, BL, StopAutomata())
+    assert end == detok_pb2.Output(sequence_id=3, finish=finish)
+
+
+def test_a_continuation_that_does_not_repeat_its_tokens_is_an_error() -> None:
+    # The log-probabilities of a half character are not settled, so its token is asked for again.
+    start = begin(new_submit(output=[64, 172], top_logprobs=0))
+    assert list(start.engine_submit.record.output_token_ids) == [64]
+    engine = ScriptedSequence(start.engine_submit, one_per_step([64, 65]))
+    engine_output = engine.next_output()
+    assert engine_output is not None
+    output = start.stream.take(engine_output)
+    assert output is not None and output.finish.error.code == "resume_diverged"
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        start_sequence(new_submit(stop=["a", ""]), BL, StopAutomata())
+    assert refused.value.param == "stop"
