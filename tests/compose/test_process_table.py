@@ -4,6 +4,7 @@ import io
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -13,13 +14,17 @@ from compose.state_file import LineState, ServiceState
 from tests.fakes.http_app import serve_app
 from tests.fakes.stand_in_gateway import StandInGateway
 
-REQUEST = {
-    "id": "chatcmpl-1",
-    "state": "decoding",
-    "stage_times": {"preprocessing": time.time() - 65, "decoding": time.time() - 1},
-    "counts": {"prompt_tokens": 12, "cached_tokens": 8, "completion_tokens": 3},
-    "engine": "127.0.0.1:20001",
-}
+
+def live_request() -> dict[str, Any]:
+    """A request of two hours and a little more than five minutes."""
+    now = time.time()
+    return {
+        "id": "chatcmpl-1",
+        "state": "decoding",
+        "stage_times": {"preprocessing": now - 7510, "decoding": now - 1},
+        "counts": {"prompt_tokens": 12, "cached_tokens": 8, "completion_tokens": 3},
+        "engine": "127.0.0.1:20001",
+    }
 
 
 @pytest.fixture
@@ -55,9 +60,9 @@ def test_processes_are_shown_with_what_they_use(url: str) -> None:
 
 
 def test_live_requests_of_all_gateways_are_shown_once(gateway: StandInGateway, url: str) -> None:
-    gateway.requests = [REQUEST]
+    gateway.requests = [live_request()]
     rows = [row for row in show(url, url) if row and row[0] == "chatcmpl-1"]
-    assert rows == [["chatcmpl-1", "decoding", "12", "8", "3", "1m05s", "127.0.0.1:20001"]]
+    assert rows == [["chatcmpl-1", "decoding", "12", "8", "3", "2h05m", "127.0.0.1:20001"]]
 
 
 def test_no_request_and_no_gateway_are_said(url: str) -> None:
