@@ -1,0 +1,110 @@
+"""The engine as a process: ready, answering, draining on SIGTERM, or saying why it cannot start."""
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from protos.common.v1 import common_pb2
+from protos.engine.v1 import engine_pb2, engine_pb2_grpc
+from protos.wire.channel import open_channel
+from protos.wire.model_files import fingerprint
+from tests.fakes.engine_server import proto_sampling
+from tests.fakes.tiny_models import VOCAB_SIZE, write_tiny_llama
+
+START_SECONDS = 60
+
+
+@asynccontextmanager
+async def engine_process(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """`python -m engine_svc` with these arguments; killed at the end if it still runs."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "engine_svc", *arguments),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def ready_address(process: asyncio.subprocess.Process) -> str:
+    """Where it serves, once it says so in its log."""
+    assert process.stderr is not None
+    lines = []
+    while line := (await asyncio.wait_for(process.stderr.readline(), START_SECONDS)).decode():
+        lines.append(line)
+        if match := re.search(r"ready on (\S+)", line):
+            return match[1]
+    raise AssertionError(f"the engine ended before it was ready: {''.join(lines)}")
+
+
+async def start_failure(*arguments: str) -> str:
+    """The one line with which a process that cannot start ends."""
+    async with engine_process(*arguments) as process:
+        _, stderr = await asyncio.wait_for(process.communicate(), START_SECONDS)
+        assert process.returncode == 78
+        return stderr.decode().strip().splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.slow
+async def test_the_process_serves_the_model_and_drains_on_sigterm(model_path: Path) -> None:
+    async with engine_process(
+        *("--model", str(model_path), "--port", "0", "--kv-memory", "1MiB", "--max-num-seqs", "4")
+    ) as process:
+        address = await ready_address(process)
+        async with open_channel(address) as channel:
+            stub = engine_pb2_grpc.EngineServiceStub(channel)
+            status = await stub.GetStatus(engine_pb2.GetStatusRequest())
+            assert status.model.fingerprint == fingerprint(model_path)
+            assert (status.vocab_size, status.max_num_seqs, status.block_size) == (
+                VOCAB_SIZE,
+                4,
+                16,
+            )
+            assert status.max_model_len == 512
+            assert 0 < status.load.num_blocks * 16 * 512 <= 1 << 20
+            call = stub.Generate()
+            record = common_pb2.GenerationRecord(
+                prompt_token_ids=[1, 2, 3], sampling=proto_sampling(50)
+            )
+            submit = engine_pb2.Submit(sequence_id=1, record=record)
+            await call.write(engine_pb2.GenerateRequest(submit=submit))
+            first = await call.read()
+            assert first.outputs[0].prefill_started
+            process.send_signal(signal.SIGTERM)
+            outputs = list(first.outputs)
+            while not outputs[-1].HasField("finish"):
+                outputs += (await call.read()).outputs
+            await call.done_writing()
+            assert outputs[-1].finish.reason == common_pb2.FINISH_REASON_LENGTH
+            assert sum(len(output.token_ids) for output in outputs) == 50
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+
+
+@pytest.mark.slow
+async def test_a_start_that_cannot_succeed_says_why_in_one_line(
+    model_path: Path, tmp_path: Path
+) -> None:
+    missing = tmp_path / "missing.gguf"
+    assert str(missing) in await start_failure("--model", str(missing), "--port", "0")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert port in await start_failure("--model", str(model_path), "--port", port)
