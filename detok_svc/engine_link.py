@@ -77,7 +77,7 @@ class EngineLinks:
         self._closer: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._closer = asyncio.create_task(self._close_idle())
+        self._closer = asyncio.create_task(self._keep_closing_idle())
         return self
 
     async def __aexit__(
@@ -124,14 +124,17 @@ class EngineLinks:
         for listener in self._listeners:
             listener(report)
 
-    async def _close_idle(self) -> None:
+    async def close_idle(self, now: float) -> None:
+        """Closes the links that have been idle for long at `now`, a time of the event loop."""
+        for address, link in list(self._links.items()):
+            if link.seconds_idle(now) >= self._idle_seconds:
+                # Out of the table first, so that no sequence is put on a closing link.
+                del self._links[address]
+                logger.info("closing the link to engine %s: no work", address)
+                await link.close()
+
+    async def _keep_closing_idle(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._idle_seconds / 4)
-            now = loop.time()
-            for address, link in list(self._links.items()):
-                if link.seconds_idle(now) >= self._idle_seconds:
-                    # Out of the table first, so that no sequence is put on a closing link.
-                    del self._links[address]
-                    logger.info("closing the link to engine %s: no work", address)
-                    await link.close()
+            await self.close_idle(loop.time())
