@@ -1,4 +1,4 @@
-"""Two tiny tokenizers with known ids: byte-level (BL) and SentencePiece-style byte-fallback (BF)."""
+"""Two tiny tokenizers with known ids: byte-level (BL), SentencePiece-like byte-fallback (BF)."""
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -6,7 +6,7 @@ IM_START, IM_END = 256, 257
 
 
 def byte_level() -> Tokenizer:
-    """BL: ids 0..255 are sorted(ByteLevel.alphabet()), no merges; <|im_start|> 256, <|im_end|> 257."""
+    """BL: ids 0..255 are sorted(ByteLevel.alphabet()), no merges; then the two control tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
