@@ -144,8 +144,13 @@ def usage_json(usage: Usage) -> dict[str, Any]:
 
 
 def finish_reason(output: detok_pb2.Output) -> str | None:
-    """The API's word for how the sequence ended; None while it has not."""
-    return FINISH_REASONS[output.finish.reason] if output.HasField("finish") else None
+    """The API's word for how the sequence ended; None while it has not.
+
+    None also where it failed: an error is told by an event of its own.
+    """
+    if not output.HasField("finish") or _has_failed(output):
+        return None
+    return FINISH_REASONS[output.finish.reason]
 
 
 def _has_failed(output: detok_pb2.Output) -> bool:

@@ -48,10 +48,8 @@ def checked_messages(raw: msgspec.Raw) -> bytes:
     return normalised
 
 
-def checked_tools(raw: msgspec.Raw | None) -> bytes:
+def checked_tools(raw: msgspec.Raw) -> bytes:
     """`tools` as JSON for the chat template; empty for none."""
-    if raw is None:
-        return b""
     tools, normalised = decode_part(raw, list[Tool] | None, "tools")
     return normalised if tools else b""
 

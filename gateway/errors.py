@@ -60,9 +60,6 @@ def error_response(error: TokenlineError) -> Response:
     headers = {}
     if isinstance(error, Overloaded | Unavailable):
         headers["retry-after"] = str(RETRY_AFTER_SECONDS)
-    if error.http_status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
-        # What is left of the body is not read.
-        headers["connection"] = "close"
     return json_response(error_body(error), error.http_status, headers)
 
 

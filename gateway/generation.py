@@ -102,7 +102,7 @@ class Generation:
     @property
     def usage(self) -> Usage:
         record = self._request.record
-        return Usage(record.prompt_tokens, record.cached_tokens, record.completion_tokens)
+        return Usage(record.num_prompt_tokens, record.num_cached_tokens, record.num_output_tokens)
 
     def abort(self) -> None:
         """Asks for the end of all sequences; their finishes still come."""

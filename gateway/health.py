@@ -56,6 +56,7 @@ class Health:
             missing.append("this gateway is draining")
         body = {
             "ready": not missing,
+            "message": "; ".join(missing),
             "missing": missing,
             "model": self._lanes.model().name if self._lanes.ready else None,
             **self._lanes.describe(),

@@ -1,4 +1,4 @@
-"""HTTP/1.1 on a connection: uvicorn's protocol with bounded headers and errors in JSON."""
+"""HTTP/1.1 on a connection: uvicorn's protocol with bounded heads and errors in JSON."""
 
 from typing import Any, Final
 
@@ -8,9 +8,11 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from gateway.errors import error_body
 from protos.wire.errors import InvalidRequest
 
-# Ample for any cookie or trace; a request line and headers beyond it are refused unread.
-MAX_HEADER_BYTES: Final = 64 << 10
-_HEADERS_TOO_LARGE: Final = 431
+# Ample for any cookie or trace; a request line and headers beyond it are refused.
+MAX_HEAD_BYTES: Final = 64 << 10
+# A client may go on sending a body that was refused; it sees the refusal only if that is read.
+MAX_DISCARDED_BYTES: Final = 16 << 20
+_HEAD_TOO_LARGE: Final = 431
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -19,21 +21,24 @@ class HttpProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._reading_head = True
-        # Of the head being read: bytes received, and bytes in complete headers.
+        # Bytes received since the head began, while it is not complete; bytes parsed of it.
         self._num_received = 0
         self._num_parsed = 0
+        self._num_discarded = 0
 
     def data_received(self, data: bytes) -> None:
-        was_reading_head = self._reading_head
+        # Reset when a head or a message ends in this piece, which then need not be counted.
+        self._num_received += len(data)
         super().data_received(data)
-        if was_reading_head and self._reading_head and not self.transport.is_closing():
-            self._num_received += len(data)
-            if self._num_received > MAX_HEADER_BYTES:
-                self.send_400_response("")
+        if (
+            self._reading_head
+            and self._num_received > MAX_HEAD_BYTES
+            and not self.transport.is_closing()
+        ):
+            self.send_400_response("")
 
     def on_message_begin(self) -> None:
-        self._reading_head = True
-        self._num_received = self._num_parsed = 0
+        self._num_parsed = self._num_discarded = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -46,17 +51,25 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._reading_head = False
+        self._num_received = 0
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if self.cycle.response_complete:
+            self._num_discarded += len(body)
+            if self._num_discarded > MAX_DISCARDED_BYTES:
+                self.transport.close()
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._reading_head = True
-        self._num_received = self._num_parsed = 0
+        self._num_received = 0
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Answers what cannot be parsed, and closes."""
-        if max(self._num_received, self._num_parsed) > MAX_HEADER_BYTES:
-            status, text = _HEADERS_TOO_LARGE, f"Headers are over {MAX_HEADER_BYTES} bytes."
+        if self._reading_head and max(self._num_received, self._num_parsed) > MAX_HEAD_BYTES:
+            status, text = _HEAD_TOO_LARGE, f"The request's head is over {MAX_HEAD_BYTES} bytes."
         else:
             status, text = 400, "This is not a valid HTTP/1.1 request."
         body = msgspec.json.encode(error_body(InvalidRequest(text, code="invalid_http")))
@@ -70,6 +83,6 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _count(self, num_bytes: int) -> None:
         self._num_parsed += num_bytes
-        if self._num_parsed > MAX_HEADER_BYTES:
+        if self._num_parsed > MAX_HEAD_BYTES:
             # httptools turns what a callback raises into a parser error, and stops.
             raise ValueError("the head of the request is too large")

@@ -41,6 +41,7 @@ class Job:
     max_tokens: int | None
     max_tokens_param: str
     stop: tuple[str, ...]
+    ignore_eos: bool
     include_stop_str_in_output: bool
     skip_special_tokens: bool
     cache_salt: str
@@ -75,6 +76,7 @@ def job_from(
         max_tokens=max_tokens,
         max_tokens_param=max_tokens_param,
         stop=body.stop_strings,
+        ignore_eos=bool(body.ignore_eos),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skips_special_tokens,
         cache_salt=body.cache_salt or "",

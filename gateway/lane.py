@@ -1,6 +1,7 @@
 """A lane: one replica of one service, what it last said about itself, and what is wrong with it."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
@@ -32,7 +33,7 @@ class _Status(Protocol):
 StatusT = TypeVar("StatusT", bound=_Status)
 
 
-class Lane(Generic[StatusT]):
+class Lane(ABC, Generic[StatusT]):
     """Base of the three kinds. An async context manager that holds the channel.
 
     `problem` says why the replica cannot be used now; empty when it can. `status` is the last
@@ -89,8 +90,9 @@ class Lane(Generic[StatusT]):
         else:
             self.problem = "" if answer.status == _SERVING else "is starting or draining"
 
+    @abstractmethod
     async def _get_status(self) -> StatusT:
-        raise NotImplementedError
+        """One call of GetStatus."""
 
 
 class TokenizerLane(Lane[tokenizer_pb2.GetStatusResponse]):

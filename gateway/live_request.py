@@ -43,11 +43,11 @@ class LiveRequest:
         self._save(record)
 
     def count_prompt_tokens(self, num_tokens: int) -> None:
-        self.record.prompt_tokens += num_tokens
+        self.record.num_prompt_tokens += num_tokens
         self._metrics.prompt_tokens += num_tokens
 
     def count_cached_tokens(self, num_tokens: int) -> None:
-        self.record.cached_tokens += num_tokens
+        self.record.num_cached_tokens += num_tokens
         self._metrics.cached_tokens += num_tokens
 
     def note_route(self, engines: Sequence[str], detoks: Sequence[str]) -> None:
@@ -57,7 +57,7 @@ class LiveRequest:
 
     def count_tokens(self, num_tokens: int) -> None:
         """Notes newly sampled tokens; the first begins the decoding stage."""
-        self.record.completion_tokens += num_tokens
+        self.record.num_output_tokens += num_tokens
         self._metrics.completion_tokens += num_tokens
         if self.record.state is not Stage.DECODING:
             self.enter(Stage.DECODING)

@@ -37,7 +37,6 @@ _NEUTRAL_VALUES: Final[dict[str, tuple[object, ...]]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "ignore_eos": (False,),
     "logit_bias": ({},),
     "min_tokens": (0,),
     "modalities": (["text"],),
@@ -69,7 +68,6 @@ class UnsupportedFields(msgspec.Struct, kw_only=True):
     guided_grammar: Any = None
     guided_json: Any = None
     guided_regex: Any = None
-    ignore_eos: Any = None
     logit_bias: Any = None
     min_tokens: Any = None
     priority: Any = None
@@ -97,6 +95,7 @@ class GenerationFields(UnsupportedFields, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES_PER_PROMPT)] | None = None
     stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: str | None = None
@@ -189,7 +188,7 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    tools: msgspec.Raw | None = None
+    tools: msgspec.Raw = msgspec.Raw(b"null")
     chat_template_kwargs: dict[str, Any] | None = None
     tool_choice: Any = None
 

@@ -81,7 +81,8 @@ def _submit(
     )
     record.sampling.seed = choice_seed(job.seed, index)
     record.sampling.max_tokens = max_tokens
-    record.sampling.eos_token_ids.extend(job.model.eos_token_ids)
+    if not job.ignore_eos:
+        record.sampling.eos_token_ids.extend(job.model.eos_token_ids)
     return detok_pb2.Submit(
         request_id=job.request_id,
         traceparent=job.traceparent,

@@ -50,9 +50,9 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     finished_at: float | None = None
     engine: str = ""
     detok: str = ""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
     finish_reason: str | None = None
     error_code: str | None = None
     error_message: str | None = None
@@ -84,17 +84,16 @@ class RequestRecord(msgspec.Struct, kw_only=True):
             "error": error,
             "endpoint": self.endpoint,
             "model": self.model,
+            "created": self.preprocessing_at,
             "stage_times": {
                 stage.value: getattr(self, f"{stage.value}_at")
                 for stage in Stage
                 if getattr(self, f"{stage.value}_at") is not None
             },
-            "counts": {
-                "choices": self.num_choices,
-                "prompt_tokens": self.prompt_tokens,
-                "cached_tokens": self.cached_tokens,
-                "completion_tokens": self.completion_tokens,
-            },
+            "num_choices": self.num_choices,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_cached_tokens": self.num_cached_tokens,
+            "num_output_tokens": self.num_output_tokens,
             "seed": self.seed,
             "engine": self.engine or None,
             "detok": self.detok or None,

@@ -1,0 +1,62 @@
+"""A stub tokenizer service: every UTF-8 byte of the prompt is a token."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from protos.common.v1 import common_pb2
+from protos.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from protos.wire.errors import TokenlineError
+from protos.wire.server import GrpcServer
+
+SERVICE = "protos.tokenizer.v1.TokenizerService"
+EOS_TOKEN_IDS = (257,)
+
+
+class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
+    """TokenizerService; a chat is its contents one after the other.
+
+    `error` is raised by Encode when set; `gate` must be set for Encode to answer. `encoded` records
+    the requests.
+    """
+
+    def __init__(self, model: common_pb2.ModelIdentity) -> None:
+        self.model = model
+        self.error: TokenlineError | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.encoded: list[tokenizer_pb2.EncodeRequest] = []
+
+    async def Encode(
+        self, request: tokenizer_pb2.EncodeRequest, context: Any
+    ) -> tokenizer_pb2.EncodeResponse:
+        self.encoded.append(request)
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        text = request.text.text
+        if request.WhichOneof("input") == "chat":
+            messages = json.loads(request.chat.messages_json)
+            text = "".join(message["content"] for message in messages)
+        return tokenizer_pb2.EncodeResponse(token_ids=text.encode())
+
+    async def GetStatus(self, request: Any, context: Any) -> tokenizer_pb2.GetStatusResponse:
+        return tokenizer_pb2.GetStatusResponse(
+            model=self.model,
+            eos_token_ids=EOS_TOKEN_IDS,
+            context_length=4096,
+            has_chat_template=True,
+        )
+
+    async def GetTokenizer(self, request: Any, context: Any) -> Any:
+        return tokenizer_pb2.GetTokenizerResponse(model=self.model, eos_token_ids=EOS_TOKEN_IDS)
+
+    @asynccontextmanager
+    async def serving(self, port: int = 0) -> AsyncIterator[str]:
+        """Serves on loopback and yields host:port."""
+        async with GrpcServer("tokenizer_svc", "127.0.0.1", port) as server:
+            tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(self, server.grpc)
+            await server.start([SERVICE])
+            yield server.address

@@ -1,0 +1,29 @@
+"""Fixtures of the gateway's tests: one Valkey for all, one line per test."""
+
+import itertools
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from tests.fakes.gateway_line import GatewayLine, gateway_line
+from tests.fakes.valkey import Valkey
+
+_prefixes = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
+    with Valkey(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture
+def redis_prefix() -> str:
+    """Keeps the keys of one test from those of others."""
+    return f"test{next(_prefixes)}:"
+
+
+@pytest.fixture
+async def line(valkey: Valkey, redis_prefix: str) -> AsyncIterator[GatewayLine]:
+    async with gateway_line(valkey.url, redis_prefix=redis_prefix) as running:
+        yield running
