@@ -91,18 +91,19 @@ async def test_requests_are_answered_and_the_thread_sleeps_while_there_is_none()
 async def test_a_step_is_published_in_one_delivery_and_the_start_before_the_step_runs() -> None:
     gate = Gate()
     async with running_loop(FakeExecutor(before_step=gate.before_step)) as (loop, collector):
+        loop.submit(request("first", max_tokens=1))
+        await gate.wait_for_step()
+        # They come while a step runs, so the next one has them all.
         for key in ("a", "b", "c"):
             loop.submit(request(key, max_tokens=2))
-        # The first step may begin before all have come; the second has them all.
+        gate.open()
         await gate.wait_for_step()
-        await until(lambda: bool(collector.deliveries))
-        assert all(output.prefill_started for output in collector.deliveries[0])
-        assert not any(output.token_ids for output in collector.deliveries[0])
-        gate.open(10)
-        for key in ("a", "b", "c"):
-            assert len((await collector.finish_of(key)).token_ids) == 2
-        assert sum(len(output.token_ids) for output in collector.deliveries[-1]) >= 2
-        assert len(collector.deliveries) <= 2 * loop.load.num_steps
+        await until(lambda: len(collector.deliveries) == 3)
+        assert [output.prefill_started for output in collector.deliveries[2]] == [True] * 3
+        gate.open(2)
+        await collector.finish_of("c")
+        tokens = [[len(output.token_ids) for output in each] for each in collector.deliveries]
+        assert tokens == [[0], [1], [0, 0, 0], [1, 1, 1], [1, 1, 1]]
 
 
 async def test_an_abort_during_a_step_is_answered_after_it_and_no_further_step_is_made() -> None:
@@ -184,13 +185,17 @@ async def test_bug_22_other_streams_go_on_when_a_step_without_them_fails() -> No
 
 
 async def test_repeated_failures_end_the_engine_and_every_request_once() -> None:
+    gate = Gate()
+
     def fail(plan: StepPlan) -> None:
+        gate.before_step(plan)
         raise RuntimeError("the device is gone")
 
     executor = FakeExecutor(before_step=fail)
     async with running_loop(executor, max_num_seqs=1) as (loop, collector):
         for key in ("a", "b", "c", "d", "e"):
             loop.submit(request(key))
+        gate.open(3)
         await asyncio.wait_for(collector.failed.wait(), 30)
         assert isinstance(loop.failure, RuntimeError)
         finishes = [collector.received[key].finish for key in "abcde"]
