@@ -3,6 +3,7 @@
 import asyncio
 
 from detok_svc.engine_link import EngineLinks
+from detok_svc.process_memory import release_free_memory
 from detok_svc.service import SERVICE, DetokService
 from detok_svc.settings import Settings
 from detok_svc.token_bytes import TokenBytes
@@ -26,6 +27,7 @@ async def serve(settings: Settings) -> None:
             await asyncio.gather(loading, return_exceptions=True)
             return
         model, tokens = await loading
+        release_free_memory()
         async with (
             EngineLinks(settings.engine_idle_seconds) as engines,
             asyncio.TaskGroup() as tasks,

@@ -1,5 +1,8 @@
 """Joined texts of tokens equal decoding all ids at once, for any ids, grouping and prompt."""
 
+from typing import Any
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -132,3 +135,40 @@ def test_joined_texts_equal_decoding_all_ids(case: tuple[str, list[int], list[in
     texts, rest = texts_of(make_decoder(TOKEN_BYTES[name], skip, prompt), output)
     assert "".join(texts) + rest == expected_text(TOKENIZERS[name], prompt, output, skip)
     assert len(texts) == len(output)
+
+
+class CountingIds(list[int]):
+    """Token ids that count how often one is looked at."""
+
+    num_reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.num_reads += len(range(*index.indices(len(self)))) if isinstance(index, slice) else 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("name", sorted(TOKENIZERS))
+def test_only_the_ends_of_a_long_prompt_are_looked_at(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    prompt = CountingIds(tokenizer.encode("b a c").ids * 20_000)
+    make_decoder(TOKEN_BYTES[name], True, prompt)
+    assert prompt.num_reads < 20
+
+
+def test_a_character_that_the_prompt_begins_belongs_to_the_output() -> None:
+    bird = TOKENIZERS["BL"].encode("🦜").ids
+    assert texts_of(make_decoder(TOKEN_BYTES["BL"], True, bird[:3]), bird[3:]) == (["🦜"], "")
+    assert texts_of(make_decoder(TOKEN_BYTES["BL"], True, bird[:3]), []) == ([], "")
+
+
+def test_byte_tokens_are_held_while_their_run_may_be_text_and_no_longer() -> None:
+    ids = TOKENIZERS["BF"].get_vocab()
+    decoder = make_decoder(TOKEN_BYTES["BF"], True, [ids["a"]])
+    assert decoder.decode(ids["<0xC3>"]) == []
+    assert decoder.decode(ids["<0xA9>"]) == []
+    assert decoder.decode(ids["<s>"]) == []
+    assert decoder.decode(ids["▁b"]) == ["", "é", "", " b"]
+    assert decoder.decode(ids["<0x41>"]) == []
+    assert decoder.decode(ids["<0xFF>"]) == ["\ufffd", "\ufffd"]
+    assert decoder.decode(ids["<0x41>"]) == ["\ufffd"]
+    assert decoder.decode(ids["b"]) == ["b"]
