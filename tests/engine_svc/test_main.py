@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from engine_svc.__main__ import scheduler_config
+from engine_svc.settings import Settings
 from protos.common.v1 import common_pb2
 from protos.engine.v1 import engine_pb2, engine_pb2_grpc
 from protos.wire.channel import open_channel
 from protos.wire.model_files import fingerprint
 from tests.fakes.engine_server import proto_sampling
+from tests.fakes.fake_executor import FakeExecutor
 from tests.fakes.tiny_models import VOCAB_SIZE, write_tiny_llama
 
 START_SECONDS = 60
@@ -60,6 +63,16 @@ async def start_failure(*arguments: str) -> str:
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize(("num_blocks", "is_capped"), [(31, True), (32, False)])
+def test_bug_66_a_pool_smaller_than_one_longest_sequence_caps_it_and_warns(
+    caplog: pytest.LogCaptureFixture, num_blocks: int, is_capped: bool
+) -> None:
+    executor = FakeExecutor(num_blocks=num_blocks, block_size=16, max_model_len=512)
+    config = scheduler_config(Settings(model=Path("m.gguf")), executor)  # type: ignore[arg-type]
+    assert config.max_servable_len == num_blocks * 16
+    assert ("--kv-memory" in caplog.text) == is_capped
 
 
 @pytest.mark.slow
