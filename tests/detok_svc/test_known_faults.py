@@ -20,6 +20,7 @@ from tests.fakes.detok_line import (
 from tests.fakes.engine_script import Script
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.tiny_tokenizers import IM_END, byte_fallback, byte_level
+from tests.fakes.waiting import until
 
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
 Runner = Callable[[Tokenizer, Script, detok_pb2.Submit], Awaitable[Answer]]
@@ -209,9 +210,3 @@ async def test_bug_74_messages_over_four_mebibytes_pass_both_ways() -> None:
         assert len(engine.submitted[0].record.prompt_token_ids) == len(prompt)
         # The channel stays usable.
         assert len((await line.generate(new_submit())).text) == 5_000_000
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)

@@ -17,6 +17,7 @@ from tests.fakes.detok_line import MODEL, Answer, DetokLine, detok_line, new_sub
 from tests.fakes.engine_script import Script, one_per_step
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.tiny_tokenizers import byte_level
+from tests.fakes.waiting import until
 
 BL = token_bytes(byte_level())
 CANCELLED, ERROR = common_pb2.FINISH_REASON_CANCELLED, common_pb2.FINISH_REASON_ERROR
@@ -29,12 +30,6 @@ def ids(text: str) -> list[int]:
 
 def silent_after(text: str) -> Script:
     return one_per_step(ids(text), ending=None)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def begin(line: DetokLine, submit: detok_pb2.Submit) -> tuple[int, list[detok_pb2.Output]]:
