@@ -1,5 +1,6 @@
 """One sequence, for any ids: grouping, breaks and a plain search of its text all agree."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
