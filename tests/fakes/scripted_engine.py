@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,6 +16,8 @@ from protos.wire.server import GrpcServer
 from protos.wire.service import install_stop_signals
 from protos.wire.stream_adapter import engine_adapter
 from tests.fakes.engine_script import Script, ScriptedSequence, one_per_step
+
+logger = logging.getLogger(__name__)
 
 EngineOutbox = Outbox[engine_pb2.Submit, engine_pb2.Output]
 SERVICE = "protos.engine.v1.EngineService"
@@ -136,6 +139,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
     async def Generate(self, request_iterator: Any, context: Any) -> None:
         stream = _Stream(self)
         runner = asyncio.create_task(stream.run())
+        runner.add_done_callback(_log_failure)
         try:
             await serve_stream(request_iterator, context, stream, engine_adapter(stream.take_load))
         finally:
@@ -155,6 +159,11 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
             engine_pb2_grpc.add_EngineServiceServicer_to_server(self, server.grpc)
             await server.start([SERVICE])
             yield server.address
+
+
+def _log_failure(runner: asyncio.Task[None]) -> None:
+    if not runner.cancelled() and (error := runner.exception()):
+        logger.error("the script failed, so its sequences hang", exc_info=error)
 
 
 def counted_script(
