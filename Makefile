@@ -42,9 +42,11 @@ $(BIN)/python:
 
 # Stamps: installed once, and again when the dependencies or the .proto files changed.
 .venv/installed-engine: $(BIN)/python $(PACKAGING)
+	@echo "installing into .venv: about a minute, once"
 	$(BIN)/python -m pip install --quiet --editable '.[engine]'
 	@touch $@
 
 .venv/installed-dev: $(BIN)/python $(PACKAGING)
+	@echo "installing into .venv: about a minute, once"
 	$(BIN)/python -m pip install --quiet --editable '.[engine,dev]'
 	@touch $@ .venv/installed-engine
