@@ -40,7 +40,7 @@ class TextAssembler:
         self._endings = endings
         self._logprobs = logprobs
         # Tokens whose text is not known yet.
-        self._held: list[tuple[int, engine_pb2.TokenLogprobs | None]] = []
+        self._held: list[tuple[int, detok_pb2.TokenLogprobs | None]] = []
         # Characters of the output so far, and of its settled text, that taken away included.
         self._num_characters = 0
         self.num_settled_characters = 0
@@ -50,15 +50,22 @@ class TextAssembler:
         self.logprobs: list[detok_pb2.TokenLogprobs] = []
         # What ended the text, once it has: a stop string, or a token of `endings`.
         self.stop_string = ""
-        self.ending: tuple[int, engine_pb2.TokenLogprobs | None] | None = None
+        self.ending: tuple[int, detok_pb2.TokenLogprobs | None] | None = None
 
     @property
     def num_unsettled(self) -> int:
         """Tokens that are not listed yet, or whose log-probabilities are not settled."""
         return len(self._held) + (len(self._logprobs) if self._logprobs is not None else 0)
 
-    def add(self, token_id: int, logprobs: engine_pb2.TokenLogprobs | None = None) -> None:
-        """Takes the next token. Nothing may be added once the text has ended."""
+    def add(self, token_id: int, engine_logprobs: engine_pb2.TokenLogprobs | None = None) -> None:
+        """Takes the next token. Nothing may be added once the text has ended.
+
+        Tokens that are replayed from a record come without log-probabilities.
+        """
+        logprobs = None
+        if self._logprobs is not None and engine_logprobs is not None:
+            # Made at once: the engine's message would keep its whole step in memory.
+            logprobs = self._logprobs.message(token_id, engine_logprobs)
         if token_id in self._endings:
             self.ending = token_id, logprobs
             return
@@ -103,7 +110,7 @@ class TextAssembler:
     def _place(
         self,
         token_id: int,
-        logprobs: engine_pb2.TokenLogprobs | None,
+        logprobs: detok_pb2.TokenLogprobs | None,
         text: str,
         breaks_character: bool,
     ) -> None:
@@ -111,7 +118,7 @@ class TextAssembler:
         if self._logprobs is not None:
             start = self._num_characters + (breaks_character and text.startswith(REPLACEMENT))
             adds_text = self._decoder.adds_text(token_id)
-            self._logprobs.add(start, adds_text, token_id, logprobs)
+            self._logprobs.add(start, adds_text, logprobs)
         self._push(text)
 
     def _push(self, text: str) -> None:
@@ -128,10 +135,9 @@ class TextAssembler:
             if self.stop_string:
                 self._logprobs.drop()
 
-    def _show_ending(self, token_id: int, logprobs: engine_pb2.TokenLogprobs | None) -> None:
+    def _show_ending(self, token_id: int, logprobs: detok_pb2.TokenLogprobs | None) -> None:
         self.token_ids.append(token_id)
         if shown := self._endings[token_id]:
             self.texts.append(shown)
-            if self._logprobs is not None:
-                self._logprobs.add(0, False, token_id, logprobs)
-                self.logprobs += self._logprobs.settle_all()
+            if logprobs is not None:
+                self.logprobs.append(logprobs)

@@ -11,9 +11,8 @@ from protos.engine.v1 import engine_pb2
 class _PendingToken(NamedTuple):
     # The token is shown when this many characters of the output are.
     shown_at: int
-    token_id: int
-    # None while a record is replayed.
-    logprobs: engine_pb2.TokenLogprobs | None
+    # None for a token of a record, whose log-probabilities were sent when it was made.
+    logprobs: detok_pb2.TokenLogprobs | None
 
 
 class PendingLogprobs:
@@ -30,43 +29,8 @@ class PendingLogprobs:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def add(
-        self,
-        start: int,
-        adds_text: bool,
-        token_id: int,
-        logprobs: engine_pb2.TokenLogprobs | None,
-    ) -> None:
-        """Takes a token that stands before character `start` of the output, or is part of it."""
-        self._pending.append(_PendingToken(start + adds_text, token_id, logprobs))
-
-    def settle(self, num_shown: int) -> list[detok_pb2.TokenLogprobs]:
-        """The tokens that are shown now that the first `num_shown` characters are."""
-        settled = []
-        while self._pending and self._pending[0].shown_at <= num_shown:
-            settled.append(self._pending.popleft())
-        return self._messages(settled)
-
-    def settle_all(self) -> list[detok_pb2.TokenLogprobs]:
-        """The tokens that are shown because the output ends and nothing is cut off."""
-        settled = list(self._pending)
-        self._pending.clear()
-        return self._messages(settled)
-
-    def drop(self) -> None:
-        """Forgets the tokens that a stop string cut off."""
-        self._pending.clear()
-
-    def _messages(self, tokens: list[_PendingToken]) -> list[detok_pb2.TokenLogprobs]:
-        return [
-            self._message(token.token_id, token.logprobs)
-            for token in tokens
-            if token.logprobs is not None
-        ]
-
-    def _message(
-        self, token_id: int, logprobs: engine_pb2.TokenLogprobs
-    ) -> detok_pb2.TokenLogprobs:
+    def message(self, token_id: int, logprobs: engine_pb2.TokenLogprobs) -> detok_pb2.TokenLogprobs:
+        """The engine's log-probabilities of a token, with the texts of the tokens in it."""
         return detok_pb2.TokenLogprobs(
             token=self._entry(token_id, logprobs.logprob),
             top=[
@@ -76,6 +40,27 @@ class PendingLogprobs:
                 )
             ],
         )
+
+    def add(self, start: int, adds_text: bool, logprobs: detok_pb2.TokenLogprobs | None) -> None:
+        """Takes a token that stands before character `start` of the output, or is part of it."""
+        self._pending.append(_PendingToken(start + adds_text, logprobs))
+
+    def settle(self, num_shown: int) -> list[detok_pb2.TokenLogprobs]:
+        """The tokens that are shown now that the first `num_shown` characters are."""
+        settled = []
+        while self._pending and self._pending[0].shown_at <= num_shown:
+            settled.append(self._pending.popleft().logprobs)
+        return [logprobs for logprobs in settled if logprobs is not None]
+
+    def settle_all(self) -> list[detok_pb2.TokenLogprobs]:
+        """The tokens that are shown because the output ends and nothing is cut off."""
+        settled = [token.logprobs for token in self._pending if token.logprobs is not None]
+        self._pending.clear()
+        return settled
+
+    def drop(self) -> None:
+        """Forgets the tokens that a stop string cut off."""
+        self._pending.clear()
 
     def _entry(self, token_id: int, logprob: float) -> detok_pb2.TokenLogprob:
         return detok_pb2.TokenLogprob(
