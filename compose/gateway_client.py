@@ -24,6 +24,19 @@ class AnswerPart:
     completion_tokens: int | None = None
 
 
+@dataclass(frozen=True)
+class LiveRequest:
+    """A request that runs now; `created` is in unix seconds, `engine` empty before it has one."""
+
+    request_id: str
+    state: str
+    created: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    engine: str
+
+
 class GatewayClient:
     """A connection to one gateway. Every failure is raised as CommandError."""
 
@@ -49,10 +62,10 @@ class GatewayClient:
         with self._request("GET", "/v1/models") as answer:
             return str(answer.json()["data"][0]["id"])
 
-    def live_requests(self) -> list[Mapping[str, Any]]:
-        """The records of the requests that run now."""
+    def live_requests(self) -> list[LiveRequest]:
+        """The requests that run now, on any gateway of the line."""
         with self._request("GET", "/v1/requests") as answer:
-            return list(answer.json()["data"])
+            return [_live_request(record) for record in answer.json()["data"]]
 
     def stream_chat(
         self, model: str, messages: Sequence[Mapping[str, str]], parameters: Mapping[str, Any]
@@ -97,6 +110,18 @@ class GatewayClient:
             raise CommandError(
                 f"{self._url} does not answer as a gateway does ({type(error).__name__}: {error})"
             ) from error
+
+
+def _live_request(record: Mapping[str, Any]) -> LiveRequest:
+    return LiveRequest(
+        request_id=record["id"],
+        state=record["state"],
+        created=float(record["created"]),
+        num_prompt_tokens=record["num_prompt_tokens"],
+        num_cached_tokens=record["num_cached_tokens"],
+        num_output_tokens=record["num_output_tokens"],
+        engine=record["engine"] or "",
+    )
 
 
 def _answer_part(event: Mapping[str, Any]) -> AnswerPart:

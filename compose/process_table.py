@@ -3,14 +3,14 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import psutil
 from rich.console import Console
 from rich.table import Table
 
 from compose.errors import CommandError
-from compose.gateway_client import GatewayClient
+from compose.gateway_client import GatewayClient, LiveRequest
 from compose.state_file import LineState, ServiceState
 
 _CPU_SAMPLE_SECONDS: Final = 0.3
@@ -97,29 +97,26 @@ def _service_table(
     return table
 
 
-def _live_requests(gateway_urls: Sequence[str]) -> list[Mapping[str, Any]]:
+def _live_requests(gateway_urls: Sequence[str]) -> list[LiveRequest]:
     """The requests that any of the gateways knows, each once."""
-    found: dict[str, Mapping[str, Any]] = {}
+    found: dict[str, LiveRequest] = {}
     for url in gateway_urls:
         with GatewayClient(url) as client:
-            for request in client.live_requests():
-                found[request["id"]] = request
+            found.update((request.request_id, request) for request in client.live_requests())
     return list(found.values())
 
 
-def _request_table(requests: Sequence[Mapping[str, Any]]) -> Table:
+def _request_table(requests: Sequence[LiveRequest]) -> Table:
     table = _table("request", "state", ">prompt", ">cached", ">output", ">age", "engine")
     for request in requests:
-        counts = request["counts"]
-        began = min(request["stage_times"].values(), default=time.time())
         table.add_row(
-            request["id"],
-            request["state"],
-            str(counts["prompt_tokens"]),
-            str(counts["cached_tokens"]),
-            str(counts["completion_tokens"]),
-            format_duration(time.time() - began),
-            request["engine"] or "-",
+            request.request_id,
+            request.state,
+            str(request.num_prompt_tokens),
+            str(request.num_cached_tokens),
+            str(request.num_output_tokens),
+            format_duration(time.time() - request.created),
+            request.engine or "-",
         )
     return table
 

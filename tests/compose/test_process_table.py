@@ -17,12 +17,13 @@ from tests.fakes.stand_in_gateway import StandInGateway
 
 def live_request() -> dict[str, Any]:
     """A request of two hours and a little more than five minutes."""
-    now = time.time()
     return {
         "id": "chatcmpl-1",
         "state": "decoding",
-        "stage_times": {"preprocessing": now - 7510, "decoding": now - 1},
-        "counts": {"prompt_tokens": 12, "cached_tokens": 8, "completion_tokens": 3},
+        "created": time.time() - 7510,
+        "num_prompt_tokens": 12,
+        "num_cached_tokens": 8,
+        "num_output_tokens": 3,
         "engine": "127.0.0.1:20001",
     }
 
@@ -63,6 +64,11 @@ def test_live_requests_of_all_gateways_are_shown_once(gateway: StandInGateway, u
     gateway.requests = [live_request()]
     rows = [row for row in show(url, url) if row and row[0] == "chatcmpl-1"]
     assert rows == [["chatcmpl-1", "decoding", "12", "8", "3", "2h05m", "127.0.0.1:20001"]]
+
+
+def test_records_of_another_make_are_said(gateway: StandInGateway, url: str) -> None:
+    gateway.requests = [{"id": "chatcmpl-1"}]
+    assert any("does not answer as a gateway" in " ".join(row) for row in show(url))
 
 
 def test_no_request_and_no_gateway_are_said(url: str) -> None:

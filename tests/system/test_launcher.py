@@ -3,11 +3,15 @@
 import asyncio
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import httpx
 import pytest
+import redis.asyncio as redis
 
+from compose.embedded_redis import server_command
+from compose.ports import free_ports
 from tests.fakes.running_line import RunningLine, living, running_line, start_launcher
 from tests.fakes.streaming_client import finish_reason_of, open_stream
 from tests.fakes.waiting import until, until_true
@@ -100,6 +104,57 @@ async def test_a_second_ctrl_c_ends_everything_at_once(tiny_model: Path, tmp_pat
         line.interrupt()
         assert await asyncio.to_thread(line.wait) == 130
     assert living(pids) == []
+
+
+async def test_a_stream_whose_engine_dies_ends_with_an_error(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with running_line(tmp_path, "--model", str(tiny_model)) as line:
+        async with httpx.AsyncClient(timeout=TIMEOUT) as client:
+            body = {"model": "tiny-llama", **CHAT, "max_tokens": 400}
+            async with open_stream(client, line.url, body, "unlucky") as events:
+                for _ in range(3):
+                    await anext(events)
+                os.kill(line.service("engine_svc").pid, signal.SIGKILL)
+                seen = [event async for event in events]
+            assert "error" in seen[-1]
+            record = (await client.get(f"{line.url}/v1/requests/unlucky")).json()
+        assert (record["state"], record["finish_reason"]) == ("finished", "error")
+
+
+async def test_a_line_of_several_of_each_service_serves(tiny_model: Path, tmp_path: Path) -> None:
+    several = ("--engines", "2", "--detoks", "2", "--tokenizers", "2", "--num-threads", "1")
+    with running_line(tmp_path, "--model", str(tiny_model), *several) as line:
+        async with httpx.AsyncClient(timeout=TIMEOUT) as client:
+            texts = await asyncio.gather(*(chat(client, line.url) for _ in range(8)))
+        assert len(line.state.services) == 8
+    assert len(set(texts)) == 1
+    assert None not in texts
+
+
+async def test_a_given_redis_takes_the_place_of_the_embedded_one(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    (port,) = free_ports(1)
+    with subprocess.Popen(
+        server_command("127.0.0.1", port), stdout=subprocess.DEVNULL, cwd=tmp_path
+    ) as server:
+        try:
+            url = f"redis://127.0.0.1:{port}/0"
+            with running_line(tmp_path, "--model", str(tiny_model), "--redis", url) as line:
+                assert "redis" not in [service.name for service in line.state.services]
+                async with (
+                    httpx.AsyncClient(timeout=TIMEOUT) as client,
+                    redis.Redis.from_url(url) as database,
+                ):
+
+                    async def is_recorded() -> bool:
+                        return bool(await database.keys("tokenline:request:*"))
+
+                    assert await chat(client, line.url)
+                    await until_true(is_recorded)
+        finally:
+            server.terminate()
 
 
 async def test_services_do_not_outlive_a_killed_launcher(tiny_model: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The default line as a person meets it: the printed command, ps, chat, the processes."""
 
+import asyncio
 import json
 import re
 import shlex
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from tests.fakes.running_line import TOKENLINE, RunningLine
+from tests.fakes.streaming_client import open_stream
 
 pytestmark = pytest.mark.slow
 
@@ -81,6 +83,24 @@ def test_ps_shows_each_service_as_a_process_of_its_own(line: RunningLine) -> Non
         command = " ".join(process.cmdline())
         expected = "valkey-server" if name == "redis" else f"-m {name.partition('-')[0]} "
         assert expected in command
+
+
+async def test_ps_shows_a_live_request(line: RunningLine) -> None:
+    async with httpx.AsyncClient(timeout=60) as client:
+        models = await client.get(f"{line.url}/v1/models")
+        body = {
+            "model": models.json()["data"][0]["id"],
+            "messages": [{"role": "user", "content": "Tell me a very long story."}],
+            "max_tokens": 2000,
+        }
+        async with open_stream(client, line.url, body, "shown-by-ps") as events:
+            await anext(events)
+            process = await asyncio.create_subprocess_exec(
+                *(TOKENLINE, "ps"), env=line.environment, stdout=subprocess.PIPE
+            )
+            output, _ = await process.communicate()
+    rows = {row[0]: row for row in map(str.split, output.decode().splitlines()) if row}
+    assert rows["shown-by-ps"][1] in ("waiting", "prefilling", "decoding")
 
 
 @pytest.mark.parametrize("name", LIGHT)
