@@ -23,7 +23,7 @@ from gateway.ledger import Ledger
 from gateway.metrics import Metrics
 from gateway.models import Models
 from gateway.pipeline import Pipeline
-from gateway.redis_client import open_redis
+from gateway.redis_client import AnyRedis
 from gateway.requests_api import Requests
 from gateway.settings import Settings
 from protos.wire.errors import TokenlineError
@@ -50,11 +50,11 @@ _METRIC_LABELS: Final = {
 class Gateway:
     """An async context manager: inside it, `app` serves. Construct it on the running loop."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, redis: AnyRedis) -> None:
         self.metrics = Metrics()
         self.lanes = Lanes(settings.tokenizer, settings.detok, settings.engine)
         self.ledger = Ledger(
-            open_redis(settings.redis),
+            redis,
             settings.redis_prefix,
             settings.record_ttl_seconds,
             live_records=lambda: self.admission.records(),

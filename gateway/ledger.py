@@ -63,7 +63,6 @@ class Ledger:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._writer.flush()
-        await self._redis.aclose()
 
     @property
     def available(self) -> bool:

@@ -1,5 +1,7 @@
 """A Redis client from a URL: one server, a Sentinel group or a Cluster."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -19,39 +21,43 @@ _DEFAULT_SENTINEL_PORT: Final = 26379
 AnyRedis = Redis | RedisCluster
 
 
-def open_redis(url: str) -> AnyRedis:
+@asynccontextmanager
+async def open_redis(url: str) -> AsyncIterator[AnyRedis]:
     """A client that connects when first used. Raises StartupError on a URL it cannot read."""
     try:
-        parts = urlsplit(url)
-        if parts.scheme == "redis+cluster":
-            return RedisCluster(
-                host=parts.hostname or "127.0.0.1",
-                port=parts.port or _DEFAULT_PORT,
-                **_credentials(parts),
-                **_options(),
-            )
-        if parts.scheme == "redis+sentinel":
-            return _open_sentinel(parts)
-        return Redis.from_url(url, **_options())
+        client, others = _make_clients(url)
     except (ValueError, RedisError) as error:
         raise StartupError(f"cannot use the Redis URL {_without_password(url)}: {error}") from error
+    try:
+        yield client
+    finally:
+        for opened in (client, *others):
+            await opened.aclose()
 
 
-def _open_sentinel(parts: SplitResult) -> Redis:
+def _make_clients(url: str) -> tuple[AnyRedis, list[Redis]]:
+    """The client, and those that it needs to find its server."""
+    parts = urlsplit(url)
+    if parts.scheme == "redis+sentinel":
+        return _make_sentinel_client(parts)
+    if parts.scheme == "redis+cluster":
+        host, port = parts.hostname or "127.0.0.1", parts.port or _DEFAULT_PORT
+        return RedisCluster(host=host, port=port, **_credentials(parts), **_options()), []
+    return Redis.from_url(url, **_options()), []
+
+
+def _make_sentinel_client(parts: SplitResult) -> tuple[Redis, list[Redis]]:
     """`redis+sentinel://[user:password@]host:port[,host:port…]/master[/database]`."""
-    hosts = parts.netloc.rpartition("@")[2].split(",")
     sentinels = []
-    for host in hosts:
-        name, _, port = host.partition(":")
-        sentinels.append((name, int(port or _DEFAULT_SENTINEL_PORT)))
+    for address in parts.netloc.rpartition("@")[2].split(","):
+        host, _, port = address.partition(":")
+        sentinels.append((host, int(port or _DEFAULT_SENTINEL_PORT)))
     master, _, database = parts.path.strip("/").partition("/")
     if not master:
         raise ValueError("name the master: redis+sentinel://host:port/master")
     group: Any = Sentinel(sentinels, sentinel_kwargs=_options())  # type: ignore[no-untyped-call]
-    client: Redis = group.master_for(
-        master, db=int(database or 0), **_credentials(parts), **_options()
-    )
-    return client
+    options = {"db": int(database or 0), **_credentials(parts), **_options()}
+    return group.master_for(master, **options), group.sentinels
 
 
 def _options() -> dict[str, Any]:

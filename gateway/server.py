@@ -11,6 +11,7 @@ import uvicorn
 
 from gateway.app import Gateway
 from gateway.http_protocol import HttpProtocol
+from gateway.redis_client import open_redis
 from gateway.settings import Settings
 from protos.wire.errors import StartupError
 from protos.wire.service import install_stop_signals
@@ -43,7 +44,7 @@ async def serve_until(
     """Serves until `stop`, then drains. `bound` is told the port once connections are accepted."""
     with _listen(settings.host, settings.port) as listener:
         port = listener.getsockname()[1]
-        async with Gateway(settings) as gateway:
+        async with open_redis(settings.redis) as redis, Gateway(settings, redis) as gateway:
             server = Server(_uvicorn_config(gateway))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             try:

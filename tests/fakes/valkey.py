@@ -22,10 +22,14 @@ def free_port() -> int:
 class Valkey:
     """A server process on loopback. A context manager: inside it, the server answers."""
 
-    def __init__(self, directory: Path, arguments: Sequence[str] = ()) -> None:
+    def __init__(
+        self, directory: Path, arguments: Sequence[str] = (), *, is_sentinel: bool = False
+    ) -> None:
         self.port = free_port()
         self._directory = directory
         self._arguments = tuple(arguments)
+        if not is_sentinel:
+            self._arguments += ("--save", "", "--appendonly", "no")
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -42,7 +46,7 @@ class Valkey:
             [
                 *(str(server_executable()), *self._arguments),
                 *("--bind", "127.0.0.1", "--port", str(self.port)),
-                *("--save", "", "--appendonly", "no", "--dir", str(self._directory)),
+                *("--dir", str(self._directory)),
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
