@@ -54,5 +54,5 @@ class Edge:
     def _label(self, path: str) -> str:
         if path in self._labels:
             return self._labels[path]
-        prefix = path.rpartition("/")[0]
-        return self._labels.get(f"{prefix}/", "other")
+        prefix, _, name = path.rpartition("/")
+        return self._labels.get(f"{prefix}/", "other") if prefix and name else "other"

@@ -10,8 +10,10 @@ from protos.wire.errors import InvalidRequest
 
 # Ample for any cookie or trace; a request line and headers beyond it are refused.
 MAX_HEAD_BYTES: Final = 64 << 10
-# A client may go on sending a body that was refused; it sees the refusal only if that is read.
+# A client that goes on sending after a refusal sees the refusal only if what it sends is read:
+# closing at once would reset the connection. This much is read and thrown away, for this long.
 MAX_DISCARDED_BYTES: Final = 16 << 20
+_LINGER_SECONDS: Final = 2.0
 _HEAD_TOO_LARGE: Final = 431
 
 
@@ -25,16 +27,16 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_received = 0
         self._num_parsed = 0
         self._num_discarded = 0
+        self._refused = False
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            self._discard(data)
+            return
         # Reset when a head or a message ends in this piece, which then need not be counted.
         self._num_received += len(data)
         super().data_received(data)
-        if (
-            self._reading_head
-            and self._num_received > MAX_HEAD_BYTES
-            and not self.transport.is_closing()
-        ):
+        if self._reading_head and self._num_received > MAX_HEAD_BYTES and not self._refused:
             self.send_400_response("")
 
     def on_message_begin(self) -> None:
@@ -56,9 +58,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         if self.cycle.response_complete:
-            self._num_discarded += len(body)
-            if self._num_discarded > MAX_DISCARDED_BYTES:
-                self.transport.close()
+            self._discard(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -67,7 +67,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what cannot be parsed, and closes."""
+        """Answers what cannot be parsed, and takes no more requests."""
         if self._reading_head and max(self._num_received, self._num_parsed) > MAX_HEAD_BYTES:
             status, text = _HEAD_TOO_LARGE, f"The request's head is over {MAX_HEAD_BYTES} bytes."
         else:
@@ -79,7 +79,14 @@ class HttpProtocol(HttpToolsProtocol):
             + b"content-length: %d\r\n\r\n" % len(body)
             + body
         )
-        self.transport.close()
+        self._refused = True
+        self.transport.write_eof()
+        self.loop.call_later(_LINGER_SECONDS, self.transport.close)
+
+    def _discard(self, data: bytes) -> None:
+        self._num_discarded += len(data)
+        if self._num_discarded > MAX_DISCARDED_BYTES:
+            self.transport.close()
 
     def _count(self, num_bytes: int) -> None:
         self._num_parsed += num_bytes
