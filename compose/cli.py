@@ -1,7 +1,6 @@
 """The `tokenline` command: up, pull, chat, ps."""
 
 import asyncio
-import os
 import sys
 from typing import Annotated, Final
 
@@ -14,6 +13,7 @@ from compose.errors import CommandError
 from compose.gateway_client import GatewayClient
 from compose.line import LineOptions
 from compose.local import run_line
+from compose.machine_share import engine_share
 from compose.model_store import DEFAULT_MODEL, ModelStore
 from compose.ports import free_ports
 from compose.process_table import show_lines
@@ -98,10 +98,7 @@ def up(
 
     Waits until the API is ready, then prints its URL and a curl command to try.
     """
-    if num_threads is None and engines > 1:
-        # Left alone, each of them would take every core.
-        num_threads = max(1, (os.cpu_count() or 1) // engines)
-    engine_settings = {
+    given = {
         "--max-num-seqs": max_num_seqs,
         "--max-num-batched-tokens": max_num_batched_tokens,
         "--max-model-len": max_model_len,
@@ -109,6 +106,10 @@ def up(
         "--block-size": block_size,
         "--num-threads": num_threads,
         "--dtype": dtype,
+    }
+    engine_settings = {
+        **engine_share(engines),
+        **{flag: value for flag, value in given.items() if value is not None},
     }
     if port + gateways > 65536:
         raise CommandError(
@@ -125,10 +126,7 @@ def up(
         redis_url=redis,
         served_model_name=served_model_name,
         engine_arguments=tuple(
-            text
-            for flag, value in engine_settings.items()
-            if value is not None
-            for text in (flag, str(value))
+            text for flag, value in engine_settings.items() for text in (flag, str(value))
         ),
     )
     finished = asyncio.run(run_line(options, console, state_directory()))

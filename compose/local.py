@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-import psutil
 from rich.console import Console
 
 from compose.errors import CommandError
 from compose.line import Line, LineOptions, build_line
 from compose.line_log import LineLog
+from compose.machine_share import require_memory
 from compose.ports import free_ports, require_free
 from compose.readiness import wait_until_ready
 from compose.state_file import ServiceState, StateFile
@@ -35,8 +35,9 @@ async def run_line(options: LineOptions, console: Console, state_directory: Path
     """
     for port in options.gateway_ports:
         require_free(options.host, port)
-    _require_memory(options)
-    line = build_line(options, free_ports(options.num_internal_ports))
+    require_memory(options.model_path, options.num_engines)
+    internal_ports = free_ports(options.num_internal_ports, excluding=options.gateway_ports)
+    line = build_line(options, internal_ports)
     specs = [spec for group in line.stop_order for spec in group]
     log = LineLog(console, [spec.name for spec in specs])
     state_file = StateFile(state_directory, options.model_path.name, line.gateway_urls)
@@ -136,19 +137,6 @@ def _service_states(supervisor: Supervisor) -> list[ServiceState]:
         for service in supervisor.services
         if service.child is not None
     ]
-
-
-def _require_memory(options: LineOptions) -> None:
-    """Refuses at once what cannot fit; how much KV cache fits is the engine's own business."""
-    path = options.model_path
-    files = path.glob("*.safetensors") if path.is_dir() else [path]
-    needed = sum(file.stat().st_size for file in files) * options.num_engines
-    available = psutil.virtual_memory().available
-    if needed > available:
-        raise CommandError(
-            f"not enough memory: the weights take {needed / 1e9:.1f} GB in {options.num_engines} "
-            f"engine(s), {available / 1e9:.1f} GB are free; take a smaller model, or stop others"
-        )
 
 
 def _print_welcome(line: Line, model: str, seconds: float, console: Console) -> None:

@@ -2,6 +2,7 @@
 
 import random
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -14,13 +15,13 @@ _EPHEMERAL_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_EPHEMERAL_START: Final = 32_768
 
 
-def free_ports(count: int) -> list[int]:
-    """`count` different loopback ports that nothing listens on.
+def free_ports(count: int, excluding: Sequence[int] = ()) -> list[int]:
+    """`count` different loopback ports that nothing listens on, none of them in `excluding`.
 
     They lie below the range that the kernel gives to outgoing connections, so that a service which
     is restarted later still finds its port free. Raises CommandError when there are too few.
     """
-    candidates = list(range(_LOWEST, _ephemeral_start()))
+    candidates = [port for port in range(_LOWEST, _ephemeral_start()) if port not in excluding]
     random.shuffle(candidates)
     found: list[int] = []
     for port in candidates:

@@ -19,6 +19,16 @@ def test_free_ports_are_different_and_below_the_ephemeral_range() -> None:
         require_free("127.0.0.1", port)
 
 
+def test_ports_that_others_will_take_are_left_alone() -> None:
+    taken = range(20_000, 32_000)
+    assert all(port not in taken for port in free_ports(20, excluding=taken))
+
+
+def test_too_few_ports_are_reported() -> None:
+    with pytest.raises(CommandError, match="too few"):
+        free_ports(1, excluding=range(1, 65_536))
+
+
 def test_a_taken_port_is_reported_with_its_holder() -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
