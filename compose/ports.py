@@ -12,16 +12,18 @@ from compose.errors import CommandError
 
 _LOWEST: Final = 20_000
 _EPHEMERAL_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_DEFAULT_EPHEMERAL_START: Final = 32_768
+_USUAL_EPHEMERAL_START: Final = 32_768
+_ENOUGH: Final = 1_000
+_HIGHEST: Final = 60_000
 
 
 def free_ports(count: int, excluding: Sequence[int] = ()) -> list[int]:
     """`count` different loopback ports that nothing listens on, none of them in `excluding`.
 
-    They lie below the range that the kernel gives to outgoing connections, so that a service which
-    is restarted later still finds its port free. Raises CommandError when there are too few.
+    They lie below the range that the kernel gives to outgoing connections, where it leaves room, so
+    that a service which is restarted later still finds its port free. Raises CommandError when there are too few.
     """
-    candidates = [port for port in range(_LOWEST, _ephemeral_start()) if port not in excluding]
+    candidates = [port for port in range(_LOWEST, _end_of_search()) if port not in excluding]
     random.shuffle(candidates)
     found: list[int] = []
     for port in candidates:
@@ -30,7 +32,7 @@ def free_ports(count: int, excluding: Sequence[int] = ()) -> list[int]:
         if _can_bind("127.0.0.1", port):
             found.append(port)
     if len(found) < count:
-        raise CommandError(f"too few free loopback ports between {_LOWEST} and the ephemeral range")
+        raise CommandError(f"too few free loopback ports above {_LOWEST}")
     return found
 
 
@@ -76,8 +78,10 @@ def _holder(port: int) -> str:
     return ""
 
 
-def _ephemeral_start() -> int:
+def _end_of_search() -> int:
+    """Where the range for outgoing connections starts, unless it leaves no room below itself."""
     try:
-        return int(_EPHEMERAL_RANGE.read_text().split()[0])
+        start = int(_EPHEMERAL_RANGE.read_text().split()[0])
     except OSError:
-        return _DEFAULT_EPHEMERAL_START
+        start = _USUAL_EPHEMERAL_START
+    return start if start >= _LOWEST + _ENOUGH else _HIGHEST
