@@ -21,7 +21,8 @@ def free_ports(count: int, excluding: Sequence[int] = ()) -> list[int]:
     """`count` different loopback ports that nothing listens on, none of them in `excluding`.
 
     They lie below the range that the kernel gives to outgoing connections, where it leaves room, so
-    that a service which is restarted later still finds its port free. Raises CommandError when there are too few.
+    that a service which is restarted later still finds its port free. Raises CommandError when
+    there are too few.
     """
     candidates = [port for port in range(_LOWEST, _end_of_search()) if port not in excluding]
     random.shuffle(candidates)
