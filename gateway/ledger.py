@@ -84,7 +84,7 @@ class Ledger:
             return unwritten
         async with _unavailable_when_away():
             fields: Any = await self._redis.hgetall(self._keys.record(request_id))
-        return RequestRecord.from_hash(fields) if fields else None
+            return RequestRecord.from_hash(fields) if fields else None
 
     async def list_live(self) -> list[RequestRecord]:
         """Live requests of all gateways. Raises Unavailable while Redis is away."""
@@ -96,7 +96,7 @@ class Ledger:
             for request_id in ids:
                 pipeline.hgetall(self._keys.record(request_id))
             hashes = await pipeline.execute() if ids else []
-        records = [RequestRecord.from_hash(fields) for fields in hashes if fields]
+            records = [RequestRecord.from_hash(fields) for fields in hashes if fields]
         return [record for record in records if record.is_live]
 
     async def request_cancel(self, request_id: str, incarnation: str) -> None:

@@ -86,6 +86,7 @@ def _uvicorn_config(gateway: Gateway) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
         backlog=_BACKLOG,
