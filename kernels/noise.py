@@ -23,18 +23,15 @@ def philox4x32(
     Words are int64 tensors with values in [0, 2^32), of shapes that broadcast together: torch has
     no full set of uint32 ops, and an int64 product keeps all 64 bits of two such words.
     """
-    c0, c1, c2, c3 = counter
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     k0, k1 = key
     for _ in range(_NUM_ROUNDS):
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c2 = _high(product1) ^ c1 ^ k0, _high(product0) ^ c3 ^ k1
-        c1, c3 = product1 & _MASK, product0 & _MASK
+        c0 = (product1 >> 32).bitwise_and_(_MASK).bitwise_xor_(c1).bitwise_xor_(k0)
+        c2 = (product0 >> 32).bitwise_and_(_MASK).bitwise_xor_(c3).bitwise_xor_(k1)
+        c1, c3 = product1.bitwise_and_(_MASK), product0.bitwise_and_(_MASK)
         k0, k1 = (k0 + _KEY_INCREMENTS[0]) & _MASK, (k1 + _KEY_INCREMENTS[1]) & _MASK
     return c0, c1, c2, c3
-
-
-def _high(product: Tensor) -> Tensor:
-    return (product >> 32) & _MASK
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
@@ -47,22 +44,22 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """
     groups = torch.arange((vocab_size + 3) // 4, device=seeds.device)
     words = _words(groups[None], seeds, positions)
-    bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
-    return _gumbel(bits)
+    noise = torch.stack([_gumbel(word) for word in words], dim=-1)
+    return noise.flatten(1)[:, :vocab_size]
 
 
 def gumbel_noise_of(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """The values of `gumbel_noise` at token_ids [n, k] only -> float32 [n, k]."""
     words = _words(token_ids >> 2, seeds, positions)
-    bits = torch.stack(words, dim=-1).gather(-1, (token_ids & 3)[..., None]).squeeze(-1)
-    return _gumbel(bits)
+    return _gumbel(torch.stack(words, dim=-1).gather(-1, (token_ids & 3)[..., None])[..., 0])
 
 
 def _words(
     groups: Tensor, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    zero = torch.zeros_like(seeds)[:, None]
-    key = (seeds[:, None] & _MASK, _high(seeds[:, None]))
+    seeds = seeds[:, None]
+    zero = torch.zeros_like(seeds)
+    key = (seeds & _MASK, (seeds >> 32) & _MASK)
     return philox4x32((groups, positions[:, None], zero, zero), key)
 
 

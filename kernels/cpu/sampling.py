@@ -11,8 +11,10 @@ from torch import Tensor
 from kernels.noise import gumbel_noise, gumbel_noise_of
 
 GREEDY_TEMPERATURE = 1e-5
-# The likeliest tokens looked at first where only top_p bounds the choice.
+# How many of the likeliest tokens are looked at first where only top_p bounds the choice, and how
+# many times more when those were not enough.
 _FIRST_CANDIDATES = 1024
+_MORE_CANDIDATES = 8
 
 
 def penalize(
@@ -89,26 +91,46 @@ def _draw_from_likeliest(
     if torch.any(min_p > 0):
         above = (scaled >= _min_p_bound(scaled, min_p)).sum(dim=-1)
         num_kept = torch.minimum(num_kept, above)
-    is_cut = num_kept < vocab_size
     probabilities = torch.softmax(scaled, dim=-1)
-    num_ranked = int(torch.where(is_cut, num_kept, min(_FIRST_CANDIDATES, vocab_size)).max())
-    while True:
-        ids = _likeliest(scaled, num_ranked)
-        candidates = probabilities.gather(1, ids).double()
-        mass = candidates.cumsum(dim=-1)
-        # All tokens of a row that nothing cut before top_p have a mass of 1, however few of them
-        # are ranked here.
-        last = (num_kept.clamp(max=num_ranked) - 1)[:, None]
-        total = torch.where(is_cut[:, None], mass.gather(1, last), 1.0)
-        wanted = torch.where(top_p < 1, top_p.double(), torch.inf)[:, None] * total
-        if num_ranked == vocab_size or not torch.any(~is_cut & (mass[:, -1:] < wanted)[:, 0]):
+    chosen = torch.empty_like(seeds)
+    rows = torch.arange(len(scaled))
+    first_ranked = torch.full_like(num_kept, min(_FIRST_CANDIDATES, vocab_size))
+    num_ranked = int(torch.where(num_kept < vocab_size, num_kept, first_ranked).max())
+    while len(rows):
+        is_cut = num_kept[rows] < vocab_size
+        ids = _likeliest(scaled[rows], num_ranked)
+        kept = _is_kept(probabilities[rows].gather(1, ids), num_kept[rows], is_cut, top_p[rows])
+        noise = _noise_at(ids, seeds[rows], positions[rows], vocab_size)
+        scores = scaled[rows].gather(1, ids) + noise
+        best = torch.argmax(scores.masked_fill_(~kept, -torch.inf), dim=-1)
+        chosen[rows] = ids.gather(1, best[:, None])[:, 0]
+        if num_ranked == vocab_size:
             break
-        num_ranked = vocab_size
-    ranks = torch.arange(num_ranked)
-    kept = (ranks < num_kept[:, None]) & (mass - candidates < wanted)
-    scores = scaled.gather(1, ids) + gumbel_noise_of(seeds, positions, ids)
-    best = torch.argmax(scores.masked_fill_(~kept, -torch.inf), dim=-1)
-    return ids.gather(1, best[:, None])[:, 0]
+        # top_p may keep more tokens than were ranked, where nothing else limits their number.
+        rows = rows[~is_cut & kept[:, -1]]
+        num_ranked = min(_MORE_CANDIDATES * num_ranked, vocab_size)
+    return chosen
+
+
+def _is_kept(probabilities: Tensor, num_kept: Tensor, is_cut: Tensor, top_p: Tensor) -> Tensor:
+    """Which of the ranked tokens, with these probabilities [n, ranked], min_p, top_k, top_p keep.
+
+    num_kept [n] are left by min_p and top_k; is_cut [n] where that is less than all.
+    """
+    probabilities = probabilities.double()
+    mass = probabilities.cumsum(dim=-1)
+    num_ranked = probabilities.shape[1]
+    last = (num_kept.clamp(max=num_ranked) - 1)[:, None]
+    total = torch.where(is_cut[:, None], mass.gather(1, last), 1.0)
+    wanted = torch.where(top_p < 1, top_p.double(), torch.inf)[:, None] * total
+    return (torch.arange(num_ranked) < num_kept[:, None]) & (mass - probabilities < wanted)
+
+
+def _noise_at(ids: Tensor, seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    # Noise is made for four ids at a time: for many ids it is cheaper to make it for all.
+    if 4 * ids.shape[1] > vocab_size:
+        return gumbel_noise(seeds, positions, vocab_size).gather(1, ids)
+    return gumbel_noise_of(seeds, positions, ids)
 
 
 def _min_p_bound(scaled: Tensor, min_p: Tensor) -> Tensor:

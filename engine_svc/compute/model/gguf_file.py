@@ -72,7 +72,9 @@ class GgufFile:
     def read(self, name: str) -> Tensor:
         """The tensor in float32, in Hugging Face's order."""
         tensor = self._tensors[name]
-        rows = tensor.data.reshape(-1, tensor.data.shape[-1])
+        # A plain array: numpy's memmap checks itself in each of dequantisation's many slices.
+        data = tensor.data.view(np.ndarray)
+        rows = data.reshape(-1, data.shape[-1])
         try:
             values = torch.from_numpy(self._dequantise(rows, tensor.tensor_type, self.shape(name)))
         except NotImplementedError as error:
