@@ -54,8 +54,8 @@ class ChatForm:
     """How one chat completion looks on the wire, in chunks or whole."""
 
     def __init__(self, request_id: str, model: LineModel, body: ChatCompletionRequest) -> None:
+        self._id = f"chatcmpl-{request_id}"
         self._common = {
-            "id": f"chatcmpl-{request_id}",
             "created": int(time.time()),
             "model": model.name,
             "system_fingerprint": model.system_fingerprint,
@@ -64,7 +64,7 @@ class ChatForm:
         self._has_usage = body.include_usage
         self._begun: set[int] = set()
         # What is the same in every chunk is encoded once: a chunk is a concatenation.
-        head = msgspec.json.encode({"object": "chat.completion.chunk", **self._common})
+        head = msgspec.json.encode(self._object("chat.completion.chunk"))
         self._head = b"data: " + head.removesuffix(b"}") + b',"choices":[{"index":'
         self._tail = b'}],"usage":null}\n\n' if self._has_usage else b"}]}\n\n"
 
@@ -97,14 +97,13 @@ class ChatForm:
     def usage_event(self, usage: Usage) -> bytes:
         if not self._has_usage:
             return b""
-        chunk = {"object": "chat.completion.chunk", **self._common}
+        chunk = self._object("chat.completion.chunk")
         return event({**chunk, "choices": [], "usage": usage_json(usage)})
 
     def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         return msgspec.json.encode(
             {
-                "object": "chat.completion",
-                **self._common,
+                **self._object("chat.completion"),
                 "choices": [
                     {
                         "index": index,
@@ -117,6 +116,9 @@ class ChatForm:
                 "usage": usage_json(usage),
             }
         )
+
+    def _object(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, **self._common}
 
 
 def _prompt(body: ChatCompletionRequest) -> tokenizer_pb2.EncodeRequest:

@@ -22,6 +22,7 @@ from tests.fakes.waiting import DEADLINE_SECONDS, until
 T = TypeVar("T")
 
 MODEL = "tiny"
+DEFAULT_SCRIPT = pieces("Hello", " there")
 IDENTITY = common_pb2.ModelIdentity(name=MODEL, fingerprint="f" * 64)
 
 
@@ -43,6 +44,16 @@ class GatewayLine:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    def reset(self) -> None:
+        """As it was when it began, for the next test; nothing may be live."""
+        assert not self.detok.live
+        self.tokenizer.error = None
+        self.tokenizer.encoded.clear()
+        self.detok.script = DEFAULT_SCRIPT
+        self.detok.submitted.clear()
+        self.detok.aborted.clear()
+        self.client.headers.pop("x-request-id", None)
 
     async def chat(self, **fields: Any) -> httpx2.Response:
         """POST /v1/chat/completions with a short prompt unless `fields` says otherwise."""
@@ -143,7 +154,7 @@ async def gateway_line(
 ) -> AsyncIterator[GatewayLine]:
     """A whole line, ready."""
     tokenizer = ScriptedTokenizer(IDENTITY)
-    detok = ScriptedDetok(script or pieces("Hello", " there"), IDENTITY)
+    detok = ScriptedDetok(script or DEFAULT_SCRIPT, IDENTITY)
     engine = ScriptedEngine(Script(), model=IDENTITY, max_model_len=max_model_len)
     async with (
         tokenizer.serving() as tokenizer_address,

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+import pytest_asyncio
 
 from tests.fakes.gateway_line import GatewayLine, gateway_line
 from tests.fakes.valkey import Valkey
@@ -21,6 +22,13 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
 def redis_prefix() -> str:
     """Keeps the keys of one test from those of others."""
     return f"test{next(_prefixes)}:"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def module_line(valkey: Valkey) -> AsyncIterator[GatewayLine]:
+    """For modules whose tests leave nothing behind: they reset it rather than start one each."""
+    async with gateway_line(valkey.url, redis_prefix=f"module{next(_prefixes)}:") as running:
+        yield running
 
 
 @pytest.fixture

@@ -9,11 +9,20 @@ from protos.wire.errors import InvalidRequest
 from tests.fakes.gateway_line import MODEL, GatewayLine, gateway_line
 from tests.fakes.valkey import Valkey
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
 USER = {"role": "user", "content": "hi"}
 CHAT = {"model": MODEL, "messages": [USER]}
 TEMPLATE_REFUSES = InvalidRequest(
     "The chat template refused the messages: roles must alternate.", param="messages"
 )
+
+
+@pytest.fixture
+def line(module_line: GatewayLine) -> GatewayLine:
+    module_line.reset()
+    return module_line
 
 
 def check_error(response: Any, status: int, param: str | None = None) -> dict[str, Any]:

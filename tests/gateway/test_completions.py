@@ -16,7 +16,16 @@ from tests.fakes.gateway_line import (
 )
 from tests.fakes.scripted_detok import DetokScript, output, pieces
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
 STOP = common_pb2.FINISH_REASON_STOP
+
+
+@pytest.fixture
+def line(module_line: GatewayLine) -> GatewayLine:
+    module_line.reset()
+    return module_line
 
 
 def by_prompt(submit: detok_pb2.Submit) -> DetokScript:

@@ -6,6 +6,9 @@ from protos.common.v1 import common_pb2
 from tests.fakes.gateway_line import GatewayLine, chunks_of, events_of
 from tests.fakes.scripted_detok import DetokScript, output
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
 STOP = common_pb2.FINISH_REASON_STOP
 LENGTH = common_pb2.FINISH_REASON_LENGTH
 
@@ -19,6 +22,12 @@ ENDINGS = {
         "stop",
     ),
 }
+
+
+@pytest.fixture
+def line(module_line: GatewayLine) -> GatewayLine:
+    module_line.reset()
+    return module_line
 
 
 @pytest.mark.parametrize("ending", ENDINGS)

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from gateway.redis_client import open_redis
 from protos.wire.errors import StartupError
 from tests.fakes.gateway_line import gateway_line, whole_text
-from tests.fakes.valkey import Valkey
+from tests.fakes.valkey import Valkey, free_port
 
 
 @pytest.fixture
@@ -23,7 +23,9 @@ def sentinel(valkey: Valkey, tmp_path: Path) -> Iterator[Valkey]:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Valkey]:
-    with Valkey(tmp_path, ["--cluster-enabled", "yes"]) as server:
+    # The default bus port, 10,000 above, need not exist.
+    bus = str(free_port())
+    with Valkey(tmp_path, ["--cluster-enabled", "yes", "--cluster-port", bus]) as server:
         yield server
 
 
