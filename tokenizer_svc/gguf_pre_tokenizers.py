@@ -13,9 +13,7 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 
 from protos.wire.errors import StartupError
 
-_GPT2: Final = (
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-)
+_GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTION: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORD: Final = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _SIGNS_AND_BLANKS: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -32,6 +30,9 @@ _GPT4O: Final = (
     rf"{_CASED_WORD}{_CONTRACTION}?|{_UPPER_WORD}{_CONTRACTION}?|\p{{N}}{{1,3}}"
     rf"|{_SIGNS_AND_SLASHES}"
 )
+# Chinese, and the ranges beside it that DeepSeek's tokenizers keep apart from other words.
+_HAN_HANGUL: Final = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_HAN_KANA: Final = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _DEEPSEEK3_WORDS: Final = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -97,9 +98,9 @@ _BY_NAME: Final = {
     "llama4": PreTokenization((_GPT4O,)),
     "falcon": PreTokenization((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
     "deepseek-coder": PreTokenization(
-        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
+        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_HANGUL, r"\p{N}"),
     ),
-    "deepseek-v3": PreTokenization((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3_WORDS)),
+    "deepseek-v3": PreTokenization((r"\p{N}{1,3}", _HAN_KANA, _DEEPSEEK3_WORDS)),
 }  # fmt: skip
 
 

@@ -1,0 +1,131 @@
+"""The gRPC face of the tokenizer: TokenizerService of protos/tokenizer/v1/tokenizer.proto."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+
+from protos.common.v1 import common_pb2
+from protos.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from protos.wire.errors import InvalidRequest, TooLarge
+from tokenizer_svc.process_memory import release_free_memory
+from tokenizer_svc.template_messages import Render
+from tokenizer_svc.template_workers import TemplateWorkers
+from tokenizer_svc.text_encoder import TextEncoder
+
+# In tokens. Encoding takes hundreds of bytes for each, which the allocator would keep for itself.
+_LONG_PROMPT: Final = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTokenizer:
+    """What others may ask of the tokenizer without encoding anything."""
+
+    model: common_pb2.ModelIdentity
+    # A tokenizer.json document.
+    tokenizer_json: bytes
+    eos_token_ids: tuple[int, ...]
+    # In tokens; 0 when unknown.
+    context_length: int
+
+
+class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
+    """Encodes in `executor`'s threads; `templates` is None for a model without a chat template."""
+
+    def __init__(
+        self,
+        served: ServedTokenizer,
+        encoder: TextEncoder,
+        templates: TemplateWorkers | None,
+        executor: Executor,
+        max_message_bytes: int,
+    ) -> None:
+        self._served = served
+        self._encoder = encoder
+        self._templates = templates
+        self._executor = executor
+        self._max_message_bytes = max_message_bytes
+
+    async def Encode(
+        self,
+        request: tokenizer_pb2.EncodeRequest,
+        context: grpc.aio.ServicerContext[
+            tokenizer_pb2.EncodeRequest, tokenizer_pb2.EncodeResponse
+        ],
+    ) -> tokenizer_pb2.EncodeResponse:
+        """Raises InvalidRequest for a refused chat, TooLarge for ids over the message limit."""
+        kind = request.WhichOneof("input")
+        if kind == "chat":
+            return await self._encode_chat(request.chat)
+        if kind == "text":
+            text = request.text
+            return await self._respond(
+                lambda: self._encoder.encode_text(text.text, text.add_special_tokens)
+            )
+        raise InvalidRequest("The request holds neither a chat nor a text.", param="prompt")
+
+    async def GetStatus(
+        self,
+        request: tokenizer_pb2.GetStatusRequest,
+        context: grpc.aio.ServicerContext[
+            tokenizer_pb2.GetStatusRequest, tokenizer_pb2.GetStatusResponse
+        ],
+    ) -> tokenizer_pb2.GetStatusResponse:
+        return tokenizer_pb2.GetStatusResponse(
+            model=self._served.model,
+            eos_token_ids=self._served.eos_token_ids,
+            context_length=self._served.context_length,
+            has_chat_template=self._templates is not None,
+        )
+
+    async def GetTokenizer(
+        self,
+        request: tokenizer_pb2.GetTokenizerRequest,
+        context: grpc.aio.ServicerContext[
+            tokenizer_pb2.GetTokenizerRequest, tokenizer_pb2.GetTokenizerResponse
+        ],
+    ) -> tokenizer_pb2.GetTokenizerResponse:
+        return tokenizer_pb2.GetTokenizerResponse(
+            model=self._served.model,
+            tokenizer_json=self._served.tokenizer_json,
+            eos_token_ids=self._served.eos_token_ids,
+        )
+
+    async def _encode_chat(self, chat: tokenizer_pb2.ChatPrompt) -> tokenizer_pb2.EncodeResponse:
+        if self._templates is None:
+            raise InvalidRequest(
+                "This model has no chat template; use /v1/completions, or start the tokenizer "
+                "service with --chat-template.",
+                code="no_chat_template",
+                param="messages",
+            )
+        prompt = await self._templates.render(
+            Render(
+                messages_json=chat.messages_json,
+                tools_json=chat.tools_json,
+                variables_json=chat.template_kwargs_json,
+                add_generation_prompt=chat.add_generation_prompt,
+            )
+        )
+        return await self._respond(lambda: self._encoder.encode_prompt(prompt))
+
+    async def _respond(self, encode: Callable[[], list[int]]) -> tokenizer_pb2.EncodeResponse:
+        """Runs `encode` off the event loop, and builds the reply there as well."""
+
+        def work() -> tuple[tokenizer_pb2.EncodeResponse, int]:
+            response = tokenizer_pb2.EncodeResponse(token_ids=encode())
+            if len(response.token_ids) > _LONG_PROMPT:
+                release_free_memory()
+            return response, response.ByteSize()
+
+        response, size = await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        if size > self._max_message_bytes:
+            raise TooLarge(
+                f"The prompt's {len(response.token_ids)} tokens take {size} bytes, more than the "
+                f"{self._max_message_bytes} allowed in a message.",
+                param="prompt",
+            )
+        return response
