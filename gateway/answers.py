@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.errors import ClientDisconnected
+from gateway.errors import ClientDisconnected, log_fault
 from gateway.generation import Usage
 from gateway.interruption import ended_by_disconnect
 from gateway.job import Job
@@ -159,6 +159,7 @@ def _has_failed(output: detok_pb2.Output) -> bool:
 
 def _as_typed(error: Exception) -> TokenlineError:
     if isinstance(error, TokenlineError):
+        log_fault(error)
         return error
     logger.exception("a stream failed")
     return InternalError("The server failed on this request.")

@@ -1,5 +1,6 @@
 """Errors as HTTP answers, in the shape of the OpenAI API."""
 
+import logging
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -16,6 +17,8 @@ from protos.wire.errors import (
     TokenlineError,
     Unavailable,
 )
+
+logger = logging.getLogger(__name__)
 
 # What a client that gets 429 or 503 is told to wait.
 RETRY_AFTER_SECONDS: Final = 1
@@ -63,9 +66,16 @@ def error_response(error: TokenlineError) -> Response:
     return json_response(error_body(error), error.http_status, headers)
 
 
+def log_fault(error: TokenlineError) -> None:
+    """Logs an error that is not the client's doing."""
+    if error.http_status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        logger.warning("request failed: %s (%s)", error.message, error.code or error.http_status)
+
+
 async def answer_typed_error(request: Request, error: Exception) -> Response:
     """Exception handler for TokenlineError."""
     assert isinstance(error, TokenlineError)
+    log_fault(error)
     return error_response(error)
 
 
