@@ -2,7 +2,8 @@
 
 A step's queries are cut into tiles, each with the keys it can see. Tiles are padded up to a few
 sizes, those of one size run in one call, and how far a tile is padded depends on itself alone: so
-does its result.
+does its result. For that, its queries must also be even in number: MKL gives the odd row of a
+product to a routine that sums by the memory's alignment.
 """
 
 from collections.abc import Iterator
@@ -93,13 +94,22 @@ class PagedAttention:
         kv_heads = kv_layer.shape[3]
         if tiles.query_indices is not None:
             query = query[tiles.query_indices]
-        query = query.view(num_tiles, num_queries, heads, dim).transpose(1, 2)
         key, value = (
             rows.view(num_tiles, num_keys, kv_heads, dim).transpose(1, 2)
             for rows in self._gather(kv_layer, tiles.kv_slots)
         )
+        mask = tiles.mask.to(query.dtype)
+        if num_queries == 1:
+            # The heads that share a KV head become the queries of one product.
+            group = heads // kv_heads
+            query = query.view(num_tiles, kv_heads, group, dim)
+            if group % 2:
+                query = F.pad(query, (0, 0, 0, 1))
+            attended = F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
+            return attended[:, :, :group].reshape(num_tiles, heads, dim)
+        query = query.view(num_tiles, num_queries, heads, dim).transpose(1, 2)
         attended = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=tiles.mask.to(query.dtype), scale=scale, enable_gqa=True
+            query, key, value, mask, scale=scale, enable_gqa=True
         )
         return attended.transpose(1, 2).reshape(num_tiles * num_queries, heads, dim)
 
@@ -126,7 +136,7 @@ def _make_tiles(plan: PagedPlan, sliding_window: int) -> Iterator[_Tiles]:
     if sliding_window:
         first_keys = np.maximum(first_positions + 1 - sliding_window, 0)
     num_keys = first_positions + num_queries - first_keys
-    padded_queries = _padded_size(num_queries, step=1)
+    padded_queries = np.where(num_queries == 1, 1, _padded_size(num_queries, step=2))
     padded_keys = _padded_size(num_keys, step=plan.block_size)
     order = np.lexsort((padded_keys, padded_queries))
     shapes = np.stack([padded_queries, padded_keys])[:, order]

@@ -1,0 +1,200 @@
+"""Every op of the CPU backend against the reference, over odd shapes, a tolerance per dtype."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import Kernels, select_kernels
+from kernels.reference import ReferenceKernels
+
+DTYPES = [torch.float32, torch.bfloat16]
+# Relative to the largest value of the reference: rounding of a few sums, or of one bfloat16.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+NUM_TOKENS = [1, 2, 3, 17, 130]
+EPS = 1e-5
+
+
+@pytest.fixture
+def kernels() -> Kernels:
+    return select_kernels(torch.device("cpu"))
+
+
+@pytest.fixture
+def reference() -> Kernels:
+    return ReferenceKernels()
+
+
+@pytest.fixture
+def randn() -> Callable[..., Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    return draw
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    difference = (actual.double() - expected.double()).abs().max()
+    assert difference <= TOLERANCE[actual.dtype] * max(1.0, float(expected.double().abs().max()))
+
+
+def test_a_device_without_kernels_is_refused() -> None:
+    with pytest.raises(ValueError, match="meta"):
+        select_kernels(torch.device("meta"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+@pytest.mark.parametrize(("rows", "columns"), [(96, 33), (7, 64), (258, 64), (129, 200)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear(kernels, reference, randn, dtype, num_tokens, rows, columns, has_bias) -> None:
+    x = randn(num_tokens, columns, dtype=dtype)
+    weight = randn(rows, columns, dtype=dtype)
+    bias = randn(rows, dtype=dtype) if has_bias else None
+    assert_close(
+        kernels.linear(x, kernels.pack_linear(weight, bias)),
+        reference.linear(x, reference.pack_linear(weight, bias)),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embedding(kernels, reference, randn, dtype) -> None:
+    table, ids = randn(19, 33, dtype=dtype), torch.tensor([18, 0, 0, 7])
+    assert torch.equal(kernels.embedding(ids, table), reference.embedding(ids, table))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+@pytest.mark.parametrize("width", [33, 64, 576])
+def test_rms_norm_and_add_rms_norm(kernels, reference, randn, dtype, num_tokens, width) -> None:
+    x, weight = randn(num_tokens, width, dtype=dtype), randn(width, dtype=dtype)
+    assert_close(kernels.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS))
+    residual = randn(num_tokens, width, dtype=dtype)
+    expected_residual = residual.clone()
+    expected = reference.add_rms_norm(x, expected_residual, weight, EPS)
+    assert_close(kernels.add_rms_norm(x, residual, weight, EPS), expected)
+    assert_close(residual, expected_residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+@pytest.mark.parametrize("width", [7, 96])
+def test_silu_and_mul(kernels, reference, randn, dtype, num_tokens, width) -> None:
+    gate_up = randn(num_tokens, 2 * width, dtype=dtype) * 4
+    gate_up[0, 0], gate_up[0, 1] = -200.0, 200.0
+    assert_close(kernels.silu_and_mul(gate_up), reference.silu_and_mul(gate_up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 16), (4, 1, 80)])
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_rope_and_cache(
+    kernels, reference, randn, dtype, num_tokens, heads, kv_heads, dim, has_norms
+) -> None:
+    block_size, num_blocks = 16, 12
+    projected = randn(num_tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    query, key, value = projected.unflatten(1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=1)
+    angles = randn(num_tokens, dim // 2) * 100
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    num_queries = (num_tokens + 1) // 2
+    slots = torch.randperm(num_blocks * block_size, generator=torch.Generator().manual_seed(1))
+    norms = [randn(dim, dtype=dtype), randn(dim, dtype=dtype)] if has_norms else [None, None]
+
+    def run(ops: Kernels) -> tuple[Tensor, Tensor]:
+        kv_layer = torch.zeros(2, num_blocks, block_size, kv_heads, dim, dtype=dtype)
+        arguments = query[:num_queries].clone(), cos_sin[:num_queries], key.clone(), value, cos_sin
+        rotated = ops.rope_and_cache(*arguments, kv_layer, slots[:num_tokens], *norms, EPS)
+        return rotated, kv_layer
+
+    for actual, expected in zip(run(kernels), run(reference), strict=True):
+        assert_close(actual, expected)
+
+
+# (tokens of a sequence, of which queries): decode, prefill, chunks, block borders, several tiles.
+BATCHES = {
+    "one token": [(1, 1)],
+    "decode": [(5, 1), (16, 1), (17, 1), (33, 1), (100, 1), (1, 1), (16, 1)],
+    "prefill": [(7, 7), (16, 16), (17, 17), (150, 150)],
+    "chunks": [(40, 8), (33, 17), (300, 140), (16, 15)],
+    "mixture": [(90, 1), (20, 20), (64, 1), (50, 13), (15, 1), (135, 130)],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 64), (4, 2, 16), (2, 2, 80)])
+@pytest.mark.parametrize("sliding_window", [0, 1, 24])
+def test_paged_attention(
+    kernels, reference, randn, dtype, batch, heads, kv_heads, dim, sliding_window
+) -> None:
+    query, kv_layer, layout = paged_batch(randn, batch, heads, kv_heads, dim, dtype)
+    actual, expected = (
+        ops.paged_attention(
+            query, kv_layer, ops.plan_attention(*layout, 16), dim**-0.5, sliding_window
+        )
+        for ops in (kernels, reference)
+    )
+    assert_close(actual, expected)
+
+
+def paged_batch(
+    randn: Callable[..., Tensor],
+    batch: list[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """A query, a cache whose slots beyond every sequence are NaN, and the layout of the batch."""
+    block_size = 16
+    seq_lens = torch.tensor([tokens for tokens, _ in batch])
+    num_queries = torch.tensor([0, *(queries for _, queries in batch)])
+    max_blocks = -(-int(seq_lens.max()) // block_size)
+    shuffled = torch.randperm(len(batch) * max_blocks, generator=torch.Generator().manual_seed(2))
+    block_table = shuffled.view(len(batch), max_blocks)
+    kv_layer = randn(2, len(shuffled), block_size, kv_heads, dim, dtype=dtype)
+    for row, seq_len in enumerate(seq_lens.tolist()):
+        for position in range(seq_len, max_blocks * block_size):
+            kv_layer[:, block_table[row, position // block_size], position % block_size] = torch.nan
+    query = randn(int(num_queries.sum()), heads, dim, dtype=dtype)
+    return query, kv_layer, (num_queries.cumsum(0), seq_lens, block_table)
+
+
+def test_a_row_is_bit_equal_alone_and_among_others(kernels, randn) -> None:
+    width, rows = 96, 601
+    x, weight = randn(rows, width), randn(width)
+    gate_up = randn(rows, 2 * width)
+    packed = kernels.pack_linear(randn(48, width))
+    ops: list[tuple[Callable[[Tensor], Tensor], Tensor]] = [
+        (lambda x: kernels.linear(x, packed), x),
+        (lambda x: kernels.rms_norm(x, weight, EPS), x),
+        (lambda x: kernels.add_rms_norm(x, torch.ones_like(x), weight, EPS), x),
+        (kernels.silu_and_mul, gate_up),
+    ]
+    for op, batch in ops:
+        whole = op(batch)
+        for first, size in [(0, 1), (600, 1), (5, 2), (7, 33), (100, 257), (2, 599)]:
+            part = op(batch[first : first + size].clone())
+            assert torch.equal(part, whole[first : first + size])
+
+
+def test_a_decoded_row_of_attention_is_bit_equal_alone_and_among_others(kernels, randn) -> None:
+    batch = [*BATCHES["decode"], *BATCHES["mixture"]]
+    query, kv_layer, (cu_seqlens, seq_lens, block_table) = paged_batch(
+        randn, batch, heads=3, kv_heads=1, dim=64, dtype=torch.float32
+    )
+    plan = kernels.plan_attention(cu_seqlens, seq_lens, block_table, 16)
+    whole = kernels.paged_attention(query, kv_layer, plan, 0.125)
+    for row, (_, queries) in enumerate(batch):
+        first, last = cu_seqlens[row], cu_seqlens[row + 1]
+        plan = kernels.plan_attention(
+            torch.tensor([0, queries]), seq_lens[row : row + 1], block_table[row : row + 1], 16
+        )
+        alone = kernels.paged_attention(query[first:last], kv_layer, plan, 0.125)
+        assert torch.equal(alone, whole[first:last])
