@@ -142,9 +142,9 @@ def _likeliest(values: Tensor, k: int) -> Tensor:
     """Ids [n, k] of the largest of `values` [n, V], float32, in order, equal ones by id.
 
     Ranks the pairs (value, -id) as one integer: a float's bits order as a signed integer does once
-    those of a negative number are turned round.
+    those of a negative number are turned round, and adding 0 makes -0 the same as 0.
     """
-    bits = values.contiguous().view(torch.int32)
+    bits = (values + 0.0).view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
     keys = ordered - torch.arange(values.shape[1])
     return -torch.topk(keys, k, dim=-1).values & 0xFFFFFFFF
