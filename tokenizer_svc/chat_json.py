@@ -102,7 +102,7 @@ def _check_message(message: Any, where: str) -> None:
     if not isinstance(message, dict):
         raise ChatRefused(f"{where} must be an object.")
     role = message.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise ChatRefused(f"{where}.role must be one of {', '.join(sorted(ROLES))}.")
     content = message.get("content")
     if content is None or isinstance(content, str):

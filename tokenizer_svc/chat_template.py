@@ -81,7 +81,7 @@ class ChatTemplate:
             stand_in: stand_in if original.isascii() else _escaped(original)
             for stand_in, original in (stand_ins or {}).items()
         }
-        variables = {
+        context = {
             **self._special_tokens,
             "documents": None,
             **(variables or {}),
@@ -90,7 +90,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._bounded_output(variables)
+            return self._bounded_output(context)
         except _RaisedByTemplate as error:
             raise ChatRefused(
                 f"The model's chat template refuses these messages: {error.message}", code=_CODE
@@ -117,10 +117,12 @@ class ChatTemplate:
                 code=_CODE,
             ) from error
 
-    def _bounded_output(self, variables: Mapping[str, Any]) -> str:
+    def _bounded_output(self, variables: dict[str, Any]) -> str:
+        """Renders without Template.generate, which rewrites tracebacks that nobody sees."""
         pieces = []
         room = self._max_output_characters
-        for piece in self._template.generate(variables):
+        context = self._template.new_context(variables)
+        for piece in self._template.root_render_func(context):
             pieces.append(piece)
             room -= len(piece)
             if room < 0:

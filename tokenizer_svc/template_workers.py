@@ -73,7 +73,11 @@ class TemplateWorkers:
     async def _render(self, render: Render) -> Rendered:
         worker = await self._idle.get()
         try:
-            return await worker.render(render)
+            try:
+                return await worker.render(render)
+            except InternalError:
+                # It may have been killed while idle; a second death is this chat's doing.
+                return await worker.render(render)
         finally:
             self._idle.put_nowait(worker)
 
