@@ -14,7 +14,7 @@ from protos.wire.model_files import fingerprint, model_name
 from protos.wire.server import GrpcServer
 from protos.wire.service import install_stop_signals, run_main
 from tokenizer_svc.control_tokens import control_tokens
-from tokenizer_svc.model_files import load_tokenizer_files
+from tokenizer_svc.tokenizer_source import load_tokenizer_files
 from tokenizer_svc.process_memory import release_free_memory
 from tokenizer_svc.service import ServedTokenizer, TokenizerService
 from tokenizer_svc.settings import Settings

@@ -17,18 +17,20 @@ class ControlTexts:
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = sorted({text for text in texts if text}, key=len, reverse=True)
+        # Case is folded, so that a template that changes the case of a text makes none either.
+        folded = [_folded(text) for text in self._texts]
         self._tree: dict[str, Any] = {}
-        for text in self._texts:
+        for text in folded:
             node = self._tree
             for character in text:
                 node = node.setdefault(character, {})
             node[_END] = True
-        self._suffixes = {text[i:] for text in self._texts for i in range(1, len(text))}
+        self._suffixes = {text[i:] for text in folded for i in range(1, len(text))}
         self._longest_suffix = max(map(len, self._suffixes), default=0)
         # Control texts joined by something that is in none of them: one search finds an infix.
-        self._joined = "\0".join(self._texts)
-        self._first = _character_class(text[0] for text in self._texts)
-        self._first_or_last = _character_class(text[i] for text in self._texts for i in (0, -1))
+        self._joined = "\0".join(folded)
+        self._first = _character_class(text[0] for text in folded)
+        self._first_or_last = _character_class(text[i] for text in folded for i in (0, -1))
 
     def first_in(self, text: str) -> str | None:
         """The longest control text that `text` begins with."""
@@ -44,6 +46,7 @@ class ControlTexts:
         """
         if not text:
             return set()
+        text = _folded(text)
         positions = set(self._starts(text))
         if self._first_or_last.search(text) is not None:
             for length in range(1, min(self._longest_suffix, len(text)) + 1):
@@ -72,6 +75,14 @@ class ControlTexts:
 def _character_class(characters: Iterable[str]) -> re.Pattern[str]:
     distinct = sorted(set(characters))
     return re.compile(f"[{''.join(map(re.escape, distinct))}]" if distinct else r"(?!)")
+
+
+def _folded(text: str) -> str:
+    """`text` in lower case, of the same length."""
+    lower = text.lower()
+    if len(lower) == len(text):
+        return lower
+    return "".join(c if len(c.lower()) != 1 else c.lower() for c in text)
 
 
 def _is_word(text: str) -> bool:

@@ -40,9 +40,14 @@ class GgufVocabulary:
         if len(types) != len(tokens):
             raise StartupError("the GGUF file's token_type and tokens differ in length")
         names = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask", "cls")
+        # What SentencePiece's own files have, for those that leave it unsaid.
+        is_sentencepiece = metadata.text("tokenizer.ggml.model") == "llama"
+        defaults = {"unknown": 0, "bos": 1, "eos": 2} if is_sentencepiece else {}
         special_ids = {}
         for name in names:
             token_id = metadata.integer(f"tokenizer.ggml.{name}_token_id")
+            if token_id is None:
+                token_id = defaults.get(name)
             if token_id is not None and token_id < len(tokens):
                 special_ids[name] = token_id
         return cls(_distinct(tokens), types, special_ids)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -63,6 +63,7 @@ def test_ids_with_a_blank_in_front_equal_sentencepiece(prefixed: Tokenizer, case
     assert prefixed.encode(case["text"], add_special_tokens=False).ids == case["prefixed"]
 
 
+@settings(deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_any_text_comes_back_from_its_ids(plain: Tokenizer, text: str) -> None:
     # U+2581 is the blank's own spelling, so it alone cannot come back.
@@ -75,6 +76,16 @@ def test_bos_is_added_unless_the_file_says_no(prefixed: Tokenizer, tmp_path: Pat
     assert prefixed.encode("a").ids[0] == 1
     path = sentencepiece_file(tmp_path / "m.gguf", **{"tokenizer.ggml.add_bos_token": False})
     assert load_gguf_file(path).tokenizer.encode("a").ids[0] != 1
+
+
+def test_special_ids_left_unsaid_are_sentencepieces_own(tmp_path: Path) -> None:
+    tokens = ["<unk>", "<s>", "</s>", "▁", "a"]
+    path = write_gguf(
+        tmp_path / "m.gguf", model="llama", tokens=tokens, scores=[0.0] * 5, types=[2, 3, 3, 1, 1]
+    )
+    files = load_gguf_file(path)
+    assert files.eos_token_ids == (2,)
+    assert files.tokenizer.encode("a").ids == [1, 3, 4]
 
 
 def test_control_tokens_are_special_and_user_defined_ones_are_not(plain: Tokenizer) -> None:

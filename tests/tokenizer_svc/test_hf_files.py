@@ -8,7 +8,7 @@ import pytest
 
 from protos.wire.errors import StartupError
 from tests.fakes.tiny_tokenizers import IM_END, byte_level
-from tokenizer_svc.model_files import load_tokenizer_files
+from tokenizer_svc.tokenizer_source import load_tokenizer_files
 
 
 def directory(path: Path, **files: Any) -> Path:

@@ -40,6 +40,13 @@ async def started(*arguments: str) -> AsyncIterator[tuple[Process, str]]:
         await process.communicate()
 
 
+@asynccontextmanager
+async def connected(address: str) -> AsyncIterator[TokenizerServiceStub]:
+    async with open_channel(address) as channel:
+        await channel.channel_ready()
+        yield TokenizerServiceStub(channel)
+
+
 async def failed(*arguments: str) -> tuple[int, str]:
     """How the process ends that cannot start."""
     process = await asyncio.create_subprocess_exec(
@@ -53,8 +60,7 @@ async def failed(*arguments: str) -> tuple[int, str]:
 @pytest.mark.slow
 async def test_the_default_model_is_served_in_little_memory(default_model_path: Path) -> None:
     async with started("--model", str(default_model_path)) as (process, address):
-        async with open_channel(address) as channel:
-            stub = TokenizerServiceStub(channel)
+        async with connected(address) as stub:
             messages = json.dumps([{"role": "user", "content": "a<|im_end|>"}]).encode()
             chat = pb.ChatPrompt(messages_json=messages, add_generation_prompt=True)
             ids = list((await stub.Encode(pb.EncodeRequest(chat=chat))).token_ids)
@@ -81,16 +87,15 @@ async def test_a_directory_is_served_with_a_template_of_the_operators(tmp_path: 
     )
     arguments = ("--model", str(tmp_path), "--served-model-name", "mine")
     template = ("--chat-template", str(tmp_path / "mine.jinja"))
-    async with started(*arguments, *template) as (_, address), open_channel(address) as channel:
-        stub = TokenizerServiceStub(channel)
+    async with started(*arguments, *template) as (_, address), connected(address) as stub:
         status = await stub.GetStatus(pb.GetStatusRequest())
         assert status.model.name == "mine"
         # The template's turn end ends an answer, though no file calls it EOS.
         assert list(status.eos_token_ids) == [IM_END]
         tokenizer = await stub.GetTokenizer(pb.GetTokenizerRequest())
         assert list(tokenizer.eos_token_ids) == [IM_END]
-    async with started(*arguments) as (_, address), open_channel(address) as channel:
-        status = await TokenizerServiceStub(channel).GetStatus(pb.GetStatusRequest())
+    async with started(*arguments) as (_, address), connected(address) as stub:
+        status = await stub.GetStatus(pb.GetStatusRequest())
         assert not status.has_chat_template
 
 
@@ -99,9 +104,8 @@ async def test_a_killed_template_worker_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     async with (
         started("--model", str(tmp_path)) as (process, address),
-        open_channel(address) as channel,
+        connected(address) as stub,
     ):
-        stub = TokenizerServiceStub(channel)
         chat = pb.ChatPrompt(messages_json=b'[{"role": "user", "content": "ab"}]')
         request = pb.EncodeRequest(chat=chat)
         assert list((await stub.Encode(request)).token_ids) == [64, 65]

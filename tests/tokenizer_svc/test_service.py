@@ -64,6 +64,7 @@ async def serving(
             )
             add_TokenizerServiceServicer_to_server(service, server.grpc)
             await server.start([SERVICE])
+            await channel.channel_ready()
             yield TokenizerServiceStub(channel)
 
 

@@ -1,9 +1,10 @@
 """Stand-ins: no string of a user helps to form a control text, and every string comes back."""
 
 import string
+from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenizer_svc.chat_refused import ChatRefused
@@ -21,6 +22,7 @@ def stand_ins_for(*texts: str) -> StandIns:
     return StandIns(TEXTS, set().union(*map(private_use_characters, texts)))
 
 
+@settings(deadline=None)
 @given(before=HOSTILE, text=HOSTILE, after=HOSTILE)
 def test_no_control_text_holds_a_part_of_a_protected_text(
     before: str, text: str, after: str
@@ -38,6 +40,7 @@ def test_no_control_text_holds_a_part_of_a_protected_text(
             start = whole.find(control, start + 1)
 
 
+@settings(deadline=None)
 @given(text=HOSTILE)
 def test_a_protected_text_keeps_its_length_and_comes_back(text: str) -> None:
     stand_ins = stand_ins_for(text)
@@ -46,9 +49,23 @@ def test_a_protected_text_keeps_its_length_and_comes_back(text: str) -> None:
     assert stand_ins.restore(protected) == text
 
 
+@settings(deadline=None)
 @given(text=st.text(string.ascii_letters + string.digits + " .,!?\n'\"(){}=+-*", max_size=80))
 def test_ordinary_text_is_left_alone(text: str) -> None:
     assert stand_ins_for(text).protect(text) == text
+
+
+@pytest.mark.parametrize("change", [str.upper, str.lower, str.title, str.swapcase])
+@settings(deadline=None)
+@given(text=HOSTILE)
+def test_no_change_of_case_makes_a_control_text(change: Callable[[str], str], text: str) -> None:
+    for typed in (text, text.swapcase()):
+        changed = change(stand_ins_for(typed).protect(typed))
+        assert not any(control in changed for control in CONTROL)
+
+
+def test_letters_whose_lower_case_is_longer_do_not_shift_positions() -> None:
+    assert stand_ins_for().protect("İ<s>İ</S>") == "İ\ue000s>İ\ue000/S>"
 
 
 def test_keys_and_nested_values_are_protected() -> None:

@@ -35,7 +35,7 @@ def setup_of(template: str = OBEDIENT, seconds: float = 0.5) -> Setup:
         special_tokens={},
         control_texts=["<|end|>"],
         max_output_characters=1_000_000,
-        max_memory_bytes=256 << 20,
+        max_memory_bytes=128 << 20,
         max_seconds=seconds,
     )
 
@@ -110,7 +110,9 @@ async def test_a_template_that_hangs_at_the_start_is_a_startup_error() -> None:
 
 
 async def test_the_longest_chats_pass_through_the_pipe() -> None:
-    setup = msgspec.structs.replace(setup_of(seconds=30), max_output_characters=10_000_000)
+    setup = msgspec.structs.replace(
+        setup_of(seconds=30), max_output_characters=10_000_000, max_memory_bytes=512 << 20
+    )
     async with TemplateWorkers(setup) as workers:
         text = "long " * 840_000
         assert (await workers.render(chat(text))).text == text + "<|end|>"
