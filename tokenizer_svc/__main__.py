@@ -14,14 +14,15 @@ from protos.wire.model_files import fingerprint, model_name
 from protos.wire.server import GrpcServer
 from protos.wire.service import install_stop_signals, run_main
 from tokenizer_svc.control_tokens import control_tokens
-from tokenizer_svc.tokenizer_source import load_tokenizer_files
 from tokenizer_svc.process_memory import release_free_memory
 from tokenizer_svc.service import ServedTokenizer, TokenizerService
 from tokenizer_svc.settings import Settings
 from tokenizer_svc.template_messages import Setup
 from tokenizer_svc.template_workers import TemplateWorkers
+from tokenizer_svc.text_decoder import TextDecoder
 from tokenizer_svc.text_encoder import TextEncoder
 from tokenizer_svc.tokenizer_files import TokenizerFiles
+from tokenizer_svc.tokenizer_source import load_tokenizer_files
 
 SERVICE: Final = "tokenizer_svc"
 GRPC_SERVICE: Final = "protos.tokenizer.v1.TokenizerService"
@@ -46,6 +47,7 @@ async def serve(settings: Settings) -> None:
         service = TokenizerService(
             _served(files, settings, templates),
             TextEncoder(files.tokenizer),
+            TextDecoder(files.tokenizer),
             templates,
             executor,
             settings.max_message_size,

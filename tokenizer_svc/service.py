@@ -14,6 +14,7 @@ from protos.wire.errors import InvalidRequest, TooLarge
 from tokenizer_svc.process_memory import release_free_memory
 from tokenizer_svc.template_messages import Render
 from tokenizer_svc.template_workers import TemplateWorkers
+from tokenizer_svc.text_decoder import TextDecoder
 from tokenizer_svc.text_encoder import TextEncoder
 
 # In tokens. Encoding takes hundreds of bytes for each, which the allocator would keep for itself.
@@ -33,18 +34,20 @@ class ServedTokenizer:
 
 
 class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
-    """Encodes in `executor`'s threads; `templates` is None for a model without a chat template."""
+    """Works in `executor`'s threads; `templates` is None for a model without a chat template."""
 
     def __init__(
         self,
         served: ServedTokenizer,
         encoder: TextEncoder,
+        decoder: TextDecoder,
         templates: TemplateWorkers | None,
         executor: Executor,
         max_message_bytes: int,
     ) -> None:
         self._served = served
         self._encoder = encoder
+        self._decoder = decoder
         self._templates = templates
         self._executor = executor
         self._max_message_bytes = max_message_bytes
@@ -66,6 +69,22 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 lambda: self._encoder.encode_text(text.text, text.add_special_tokens)
             )
         raise InvalidRequest("The request holds neither a chat nor a text.", param="prompt")
+
+    async def Decode(
+        self,
+        request: tokenizer_pb2.DecodeRequest,
+        context: grpc.aio.ServicerContext[
+            tokenizer_pb2.DecodeRequest, tokenizer_pb2.DecodeResponse
+        ],
+    ) -> tokenizer_pb2.DecodeResponse:
+        """Raises InvalidRequest for an id outside the vocabulary."""
+        text = await asyncio.get_running_loop().run_in_executor(
+            self._executor,
+            self._decoder.decode,
+            list(request.token_ids),
+            request.skip_special_tokens,
+        )
+        return tokenizer_pb2.DecodeResponse(text=text)
 
     async def GetStatus(
         self,

@@ -23,6 +23,7 @@ from tests.fakes.tiny_tokenizers import IM_END, IM_START, byte_level
 from tokenizer_svc.service import ServedTokenizer, TokenizerService
 from tokenizer_svc.template_messages import Setup
 from tokenizer_svc.template_workers import TemplateWorkers
+from tokenizer_svc.text_decoder import TextDecoder
 from tokenizer_svc.text_encoder import TextEncoder
 
 TEMPLATE = (
@@ -58,6 +59,7 @@ async def serving(
             service = TokenizerService(
                 served,
                 TextEncoder(tokenizer),
+                TextDecoder(tokenizer),
                 workers if template is not None else None,
                 executor,
                 max_message_bytes,
@@ -101,6 +103,18 @@ async def test_bug_59_a_control_token_in_a_chat_is_text_and_in_a_prompt_is_parse
         assert ids[1:-1] == [64, 27, 91, 72, 76, 62, 68, 77, 67, 91, 29, 65]
         ids = list((await stub.Encode(text("a<|im_end|>b"))).token_ids)
         assert ids == [64, IM_END, 65]
+
+
+async def test_ids_are_decoded_and_unknown_ones_refused() -> None:
+    async with serving() as stub:
+        ids = [IM_START, 64, 172, 253, 99, 250, 65]
+        answer = await stub.Decode(pb.DecodeRequest(token_ids=ids))
+        assert answer.text == "<|im_start|>a🦜b"
+        answer = await stub.Decode(pb.DecodeRequest(token_ids=ids, skip_special_tokens=True))
+        assert answer.text == "a🦜b"
+        for unknown in (258, 2**32 - 1):
+            error = await refusal(stub.Decode(pb.DecodeRequest(token_ids=[64, unknown])))
+            assert isinstance(error, InvalidRequest) and error.param == "tokens"
 
 
 async def test_status_and_tokenizer_describe_the_model() -> None:

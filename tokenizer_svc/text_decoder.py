@@ -1,0 +1,26 @@
+"""Token ids back to text, all at once; streams are decoded by detok_svc."""
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+from protos.wire.errors import InvalidRequest
+
+
+class TextDecoder:
+    """Decodes with one tokenizer. Safe to call from several threads; the GIL is released."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text; raises InvalidRequest for an id that the tokenizer does not have.
+
+        The library itself leaves such ids out without a word.
+        """
+        for token_id in set(token_ids):
+            if self._tokenizer.id_to_token(token_id) is None:
+                raise InvalidRequest(
+                    f"The token id {token_id} is not in this model's vocabulary.", param="tokens"
+                )
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
