@@ -1,0 +1,30 @@
+"""Free memory: the machine's, or the container's when that is less."""
+
+from pathlib import Path
+
+import psutil
+
+from engine_svc.compute.memory import format_bytes, free_memory_bytes
+
+
+def test_without_a_container_limit_it_is_what_the_machine_has(tmp_path: Path) -> None:
+    total = psutil.virtual_memory().total
+    assert 0 < free_memory_bytes(tmp_path / "absent") <= total
+    (tmp_path / "memory.max").write_text("max\n", encoding="ascii")
+    (tmp_path / "memory.current").write_text("1000\n", encoding="ascii")
+    assert 0 < free_memory_bytes(tmp_path) <= total
+
+
+def test_a_container_s_limit_counts_when_it_leaves_less(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("5000\n", encoding="ascii")
+    (tmp_path / "memory.current").write_text("1000\n", encoding="ascii")
+    assert free_memory_bytes(tmp_path) == 4000
+    (tmp_path / "memory.current").write_text("6000\n", encoding="ascii")
+    assert free_memory_bytes(tmp_path) == 0
+
+
+def test_sizes_are_written_for_people() -> None:
+    assert format_bytes(0) == "0 B"
+    assert format_bytes(1536) == "1.5 KiB"
+    assert format_bytes(3 << 20) == "3 MiB"
+    assert format_bytes(5 << 40) == "5120 GiB"
