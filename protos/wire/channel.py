@@ -26,7 +26,9 @@ def open_channel(address: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> gr
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.min_reconnect_backoff_ms", 100),
+            # Also the time that a connection is given to come about: on a busy machine, 100 ms
+            # were too few.
+            ("grpc.min_reconnect_backoff_ms", 2_000),
             ("grpc.max_reconnect_backoff_ms", 2_000),
             # Each channel its own connection: streams to one peer share no flow-control window
             # with the polls of another.

@@ -73,6 +73,10 @@ class GrpcServer:
             options=[
                 *message_limits(max_message_bytes),
                 ("grpc.so_reuseport", 0),
+                # Beyond its default of 1000 unaccepted calls, gRPC cancels a part of a burst.
+                # Admission is the services' own business.
+                ("grpc.server.max_pending_requests", 100_000),
+                ("grpc.server.max_pending_requests_hard_limit", 200_000),
                 # Clients ping every 10 s, also while idle (channel.py).
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 ("grpc.keepalive_permit_without_calls", 1),

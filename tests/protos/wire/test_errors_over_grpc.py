@@ -117,3 +117,10 @@ async def test_the_health_probe_tells_a_server_that_serves() -> None:
     async with serving(Raising()) as (address, _):
         assert await asyncio.to_thread(is_serving, address)
     assert not await asyncio.to_thread(is_serving, address)
+
+
+async def test_a_burst_of_calls_is_served_whole() -> None:
+    async with serving(Raising()) as (_, stub):
+        request = tokenizer_pb2.EncodeRequest(text=tokenizer_pb2.TextPrompt(text="ab"))
+        answers = await asyncio.gather(*(stub.Encode(request) for _ in range(3000)))
+    assert all(list(answer.token_ids) == [1, 1] for answer in answers)
