@@ -11,10 +11,10 @@ from protos.common.v1 import common_pb2
 from protos.tokenizer.v1 import tokenizer_pb2_grpc
 from protos.wire.errors import StartupError
 from protos.wire.model_files import fingerprint, model_name
+from protos.wire.process_memory import release_free_memory
 from protos.wire.server import GrpcServer
 from protos.wire.service import install_stop_signals, run_main
 from tokenizer_svc.control_tokens import control_tokens
-from tokenizer_svc.process_memory import release_free_memory
 from tokenizer_svc.service import ServedTokenizer, TokenizerService
 from tokenizer_svc.settings import Settings
 from tokenizer_svc.template_messages import Setup

@@ -11,7 +11,7 @@ import grpc
 from protos.common.v1 import common_pb2
 from protos.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from protos.wire.errors import InvalidRequest, TooLarge
-from tokenizer_svc.process_memory import release_free_memory
+from protos.wire.process_memory import release_free_memory
 from tokenizer_svc.template_messages import Render
 from tokenizer_svc.template_workers import TemplateWorkers
 from tokenizer_svc.text_decoder import TextDecoder

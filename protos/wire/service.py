@@ -21,15 +21,17 @@ def run_main(
     service: str,
     settings_class: type[SettingsT],
     serve: Callable[[SettingsT], Coroutine[Any, Any, None]],
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> NoReturn:
     """Runs `serve` with settings from the command line and the environment, then exits.
 
-    A StartupError becomes one line on stderr and exit code 78.
+    `loop_factory` makes the event loop; None takes asyncio's own. A StartupError becomes one line on stderr and exit code 78.
     """
     try:
         settings = load_settings(settings_class, service, sys.argv[1:], os.environ)
         configure_logging(service, getattr(settings, "log_level", "info"))
-        asyncio.run(serve(settings))
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(serve(settings))
     except StartupError as error:
         sys.stderr.write(f"{service}: cannot start: {error}\n")
         sys.exit(EXIT_CANNOT_START)
