@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from protos.common.v1 import common_pb2
-from protos.tokenizer.v1 import tokenizer_pb2_grpc
+from protos.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from protos.wire.errors import StartupError
 from protos.wire.model_files import fingerprint, model_name
 from protos.wire.process_memory import release_free_memory
@@ -25,6 +25,7 @@ from tokenizer_svc.tokenizer_files import TokenizerFiles
 from tokenizer_svc.tokenizer_source import load_tokenizer_files
 
 SERVICE: Final = "tokenizer_svc"
+_THINK: Final = "<think>"
 GRPC_SERVICE: Final = "protos.tokenizer.v1.TokenizerService"
 
 
@@ -90,7 +91,23 @@ def _served(
         tokenizer_json=files.tokenizer.to_str().encode(),
         eos_token_ids=tuple(sorted(eos_token_ids)),
         context_length=files.context_length,
+        generation_defaults=files.generation_defaults,
+        tool_call_format=_tool_call_format(templates),
+        has_reasoning=_has_reasoning(files),
     )
+
+
+def _tool_call_format(
+    templates: TemplateWorkers | None,
+) -> tokenizer_pb2.ToolCallFormat.ValueType:
+    name = (templates.tool_call_format if templates is not None else "") or "UNSPECIFIED"
+    return tokenizer_pb2.ToolCallFormat.Value(f"TOOL_CALL_FORMAT_{name}")
+
+
+def _has_reasoning(files: TokenizerFiles) -> bool:
+    """Models that think aloud have a token for it, or a template that knows the mark."""
+    in_template = any(_THINK in template for template in files.chat_templates.values())
+    return in_template or files.tokenizer.token_to_id(_THINK) is not None
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Final
 
 from protos.wire.errors import StartupError
+from tokenizer_svc.generation_defaults import generation_defaults
 from tokenizer_svc.gguf_byte_level import byte_level_tokenizer
 from tokenizer_svc.gguf_metadata import GgufMetadata, read_gguf_metadata
 from tokenizer_svc.gguf_sentencepiece import sentencepiece_tokenizer
@@ -20,6 +21,14 @@ _TEMPLATE_NAMES: Final = {
     "seperator": "sep_token",
     "mask": "mask_token",
     "cls": "cls_token",
+}
+# The keys of `general.sampling.` by the names that generation_config.json gives them.
+_SAMPLING_KEYS: Final = {
+    "temperature": "temp",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
 }
 _TEMPLATE_PREFIX: Final = "tokenizer.chat_template"
 
@@ -46,6 +55,13 @@ def load_gguf_file(path: Path) -> TokenizerFiles:
         },
         eos_token_ids=tuple(sorted(token_id for token_id in ends if token_id is not None)),
         context_length=metadata.integer(f"{architecture}.context_length") or 0,
+        generation_defaults=generation_defaults(
+            {
+                name: metadata.number(f"general.sampling.{key}")
+                for name, key in _SAMPLING_KEYS.items()
+            },
+            "the GGUF file's general.sampling",
+        ),
     )
 
 

@@ -10,6 +10,7 @@ import struct
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
+from types import UnionType
 from typing import Final, TypeAlias, TypeVar
 
 from protos.wire.errors import StartupError
@@ -147,6 +148,9 @@ class GgufMetadata:
     def integer(self, key: str) -> int | None:
         return self._read(key, int, None)
 
+    def number(self, key: str) -> float | None:
+        return self._read(key, int | float, None)
+
     def flag(self, key: str, default: bool) -> bool:
         return self._read(key, bool, default)
 
@@ -154,7 +158,7 @@ class GgufMetadata:
         """An array of numbers; empty when the key is missing."""
         return self._read(key, array, array("f"))
 
-    def _read(self, key: str, kind: type, default: ValueT) -> ValueT:
+    def _read(self, key: str, kind: type | UnionType, default: ValueT) -> ValueT:
         value = self._values.get(key, default)
         if value is not default and not isinstance(value, kind):
             raise StartupError(f"the GGUF key {key} has an unexpected type")

@@ -8,6 +8,7 @@ from typing import Any, Final
 from tokenizers import AddedToken, Tokenizer, processors
 
 from protos.wire.errors import StartupError
+from tokenizer_svc.generation_defaults import generation_defaults
 from tokenizer_svc.tokenizer_files import TokenizerFiles
 
 # Configurations write 1e30 for "no limit" in model_max_length.
@@ -34,6 +35,7 @@ def load_hf_directory(directory: Path) -> TokenizerFiles:
     if settings.get("add_bos_token") is True:
         _add_bos(tokenizer, special_tokens.get("bos_token"))
     config = _read_json(directory / "config.json")
+    generation_config = _read_json(directory / "generation_config.json")
     return TokenizerFiles(
         tokenizer=tokenizer,
         chat_templates=_chat_templates(directory, settings),
@@ -41,9 +43,10 @@ def load_hf_directory(directory: Path) -> TokenizerFiles:
         eos_token_ids=_eos_token_ids(
             tokenizer,
             special_tokens.get("eos_token"),
-            (_read_json(directory / "generation_config.json"), config, _text_config(config)),
+            (generation_config, config, _text_config(config)),
         ),
         context_length=_context_length(config, settings),
+        generation_defaults=generation_defaults(generation_config, "generation_config.json"),
     )
 
 

@@ -1,9 +1,9 @@
 """The gRPC face of the tokenizer: TokenizerService of protos/tokenizer/v1/tokenizer.proto."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import grpc
@@ -12,6 +12,7 @@ from protos.common.v1 import common_pb2
 from protos.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from protos.wire.errors import InvalidRequest, TooLarge
 from protos.wire.process_memory import release_free_memory
+from tokenizer_svc.rendered_prompt import RenderedPrompt
 from tokenizer_svc.template_messages import Render
 from tokenizer_svc.template_workers import TemplateWorkers
 from tokenizer_svc.text_decoder import TextDecoder
@@ -31,6 +32,12 @@ class ServedTokenizer:
     eos_token_ids: tuple[int, ...]
     # In tokens; 0 when unknown.
     context_length: int
+    # Fields of GenerationDefaults by name.
+    generation_defaults: Mapping[str, float] = field(default_factory=dict)
+    tool_call_format: tokenizer_pb2.ToolCallFormat.ValueType = (
+        tokenizer_pb2.TOOL_CALL_FORMAT_UNSPECIFIED
+    )
+    has_reasoning: bool = False
 
 
 class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
@@ -62,11 +69,15 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
         """Raises InvalidRequest for a refused chat, TooLarge for ids over the message limit."""
         kind = request.WhichOneof("input")
         if kind == "chat":
-            return await self._encode_chat(request.chat)
+            prompt = await self._render(request.chat)
+            return await self._respond(
+                lambda: self._encoder.encode_prompt(prompt), request.return_token_strings
+            )
         if kind == "text":
             text = request.text
             return await self._respond(
-                lambda: self._encoder.encode_text(text.text, text.add_special_tokens)
+                lambda: self._encoder.encode_text(text.text, text.add_special_tokens),
+                request.return_token_strings,
             )
         raise InvalidRequest("The request holds neither a chat nor a text.", param="prompt")
 
@@ -98,6 +109,9 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
             eos_token_ids=self._served.eos_token_ids,
             context_length=self._served.context_length,
             has_chat_template=self._templates is not None,
+            generation_defaults=_generation_defaults(self._served.generation_defaults),
+            tool_call_format=self._served.tool_call_format,
+            has_reasoning=self._served.has_reasoning,
         )
 
     async def GetTokenizer(
@@ -113,7 +127,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
             eos_token_ids=self._served.eos_token_ids,
         )
 
-    async def _encode_chat(self, chat: tokenizer_pb2.ChatPrompt) -> tokenizer_pb2.EncodeResponse:
+    async def _render(self, chat: tokenizer_pb2.ChatPrompt) -> RenderedPrompt:
         if self._templates is None:
             raise InvalidRequest(
                 "This model has no chat template; use /v1/completions, or start the tokenizer "
@@ -121,21 +135,26 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 code="no_chat_template",
                 param="messages",
             )
-        prompt = await self._templates.render(
+        return await self._templates.render(
             Render(
                 messages_json=chat.messages_json,
                 tools_json=chat.tools_json,
                 variables_json=chat.template_kwargs_json,
                 add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
             )
         )
-        return await self._respond(lambda: self._encoder.encode_prompt(prompt))
 
-    async def _respond(self, encode: Callable[[], list[int]]) -> tokenizer_pb2.EncodeResponse:
+    async def _respond(
+        self, encode: Callable[[], list[int]], with_strings: bool
+    ) -> tokenizer_pb2.EncodeResponse:
         """Runs `encode` off the event loop, and builds the reply there as well."""
 
         def work() -> tuple[tokenizer_pb2.EncodeResponse, int]:
-            response = tokenizer_pb2.EncodeResponse(token_ids=encode())
+            token_ids = encode()
+            response = tokenizer_pb2.EncodeResponse(token_ids=token_ids)
+            if with_strings:
+                response.token_strings.extend(self._decoder.token_strings(token_ids))
             if len(response.token_ids) > _LONG_PROMPT:
                 release_free_memory()
             return response, response.ByteSize()
@@ -148,3 +167,10 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 param="prompt",
             )
         return response
+
+
+def _generation_defaults(values: Mapping[str, float]) -> tokenizer_pb2.GenerationDefaults:
+    defaults = tokenizer_pb2.GenerationDefaults()
+    for name, value in values.items():
+        setattr(defaults, name, value)
+    return defaults

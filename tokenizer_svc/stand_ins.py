@@ -32,6 +32,10 @@ class StandIns:
         """The character that each stand-in stands for."""
         return {stand_in: original for original, stand_in in self._by_original.items()}
 
+    def reserve(self) -> str:
+        """A private-use character that is nowhere in the request, and will be no stand-in."""
+        return self._next_free()
+
     def protect(self, value: Any) -> Any:
         """A copy of a JSON value with stand-ins in its strings and its objects' keys."""
         if isinstance(value, str):
@@ -57,11 +61,14 @@ class StandIns:
 
     def _stand_in(self, original: str) -> str:
         if original not in self._by_original:
-            stand_in = next(self._free, None)
-            if stand_in is None:
-                raise ChatRefused("The messages use every private-use character of Unicode.")
-            self._by_original[original] = stand_in
+            self._by_original[original] = self._next_free()
         return self._by_original[original]
+
+    def _next_free(self) -> str:
+        character = next(self._free, None)
+        if character is None:
+            raise ChatRefused("The messages use every private-use character of Unicode.")
+        return character
 
 
 def private_use_characters(text: str) -> set[str]:

@@ -25,6 +25,8 @@ class SetupDone(msgspec.Struct, frozen=True):
     """The answer to it; `error` is set when a template does not compile."""
 
     turn_ends: list[str] = []
+    # A name of ToolCallFormat without its prefix; empty for an unknown one.
+    tool_call_format: str = ""
     error: str = ""
 
 
@@ -35,6 +37,7 @@ class Render(msgspec.Struct, frozen=True):
     tools_json: bytes
     variables_json: bytes
     add_generation_prompt: bool
+    continue_final_message: bool = False
 
 
 class Rendered(msgspec.Struct, frozen=True):

@@ -22,7 +22,8 @@ class TemplateTraits:
 
     `takes_null_content`: content may be null beside tool calls. `takes_argument_text`: a call's
     arguments may be the JSON text that the API carries, rather than the object it holds.
-    `takes_developer`: the role `developer` means something to it. `turn_end`: the control text that
+    `takes_developer`: the role `developer` means something to it. `takes_tools`: it shows the tools
+    there are, `takes_calls`: it shows the calls in a history. `turn_end`: the control text that
     follows an answer, or None.
     """
 
@@ -31,6 +32,8 @@ class TemplateTraits:
     takes_null_content: bool = False
     takes_argument_text: bool = True
     takes_developer: bool = False
+    takes_tools: bool = False
+    takes_calls: bool = False
     turn_end: str | None = None
 
 
@@ -52,12 +55,15 @@ def template_traits(
 
     argument_text = any(shows_call(text, content, text) for content in contents)
     argument_object = any(shows_call(parsed, content, '"needle"') for content in contents)
+    null_content = any(shows_call(value, None, "needle") for value in (text, parsed))
     return TemplateTraits(
         takes_parts=takes_parts,
         takes_text=takes_text or not takes_parts,
-        takes_null_content=any(shows_call(value, None, "needle") for value in (text, parsed)),
+        takes_null_content=null_content,
         takes_argument_text=argument_text or not argument_object,
         takes_developer="developer" in source,
+        takes_tools=_takes_tools(template, question),
+        takes_calls=argument_text or argument_object or null_content,
         turn_end=_turn_end(template, question, control_texts),
     )
 
@@ -72,16 +78,27 @@ def _turn_end(
     return control_texts.first_in(text.rpartition(_ANSWER)[2].lstrip())
 
 
+def _takes_tools(template: ChatTemplate, question: dict[str, Any]) -> bool:
+    with_tools = _rendered(template, [question], [_tool()])
+    return with_tools is not None and with_tools != _rendered(template, [question])
+
+
 def _shows(
-    template: ChatTemplate, messages: list[dict[str, Any]], expected: str, *, never: str = "\0"
+    template: ChatTemplate,
+    messages: list[dict[str, Any]],
+    expected: str,
+    *,
+    never: str = "\0",
 ) -> bool:
     text = _rendered(template, messages)
     return text is not None and expected in text and never not in text
 
 
-def _rendered(template: ChatTemplate, messages: list[dict[str, Any]]) -> str | None:
+def _rendered(
+    template: ChatTemplate, messages: list[dict[str, Any]], tools: list[Any] | None = None
+) -> str | None:
     try:
-        return template.render(messages)
+        return template.render(messages, tools=tools)
     except ChatRefused:
         return None
 
@@ -92,6 +109,12 @@ def _user(content: Any) -> dict[str, Any]:
 
 def _parts(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
+
+
+def _tool() -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    function = {"name": "probe", "description": "Probes.", "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 def _calls(arguments: Any, content: str | None) -> dict[str, Any]:

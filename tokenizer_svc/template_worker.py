@@ -43,7 +43,9 @@ def main() -> None:
                 setup.control_texts,
                 setup.max_output_characters,
             )
-            done = SetupDone(turn_ends=sorted(renderer.turn_ends))
+            done = SetupDone(
+                turn_ends=sorted(renderer.turn_ends), tool_call_format=renderer.tool_call_format
+            )
         except ChatRefused as refusal:
             done = SetupDone(error=refusal.message)
     answers.write(encode(done))
@@ -64,6 +66,7 @@ def _render(renderer: PromptRenderer, render: Render) -> Rendered:
             render.tools_json,
             render.variables_json,
             render.add_generation_prompt,
+            render.continue_final_message,
         )
         return Rendered(text=prompt.text, stand_ins=dict(prompt.stand_ins))
     except ChatRefused as refusal:

@@ -29,6 +29,8 @@ class TemplateWorkers:
         self._renderings: set[asyncio.Task[Rendered]] = set()
         # The control texts that the templates write after an answer.
         self.turn_ends: frozenset[str] = frozenset()
+        # How the model writes tool calls: SetupDone.tool_call_format.
+        self.tool_call_format = ""
 
     async def __aenter__(self) -> Self:
         try:
@@ -37,6 +39,7 @@ class TemplateWorkers:
                 if done.error:
                     raise StartupError(f"the model's chat template cannot be used: {done.error}")
                 self.turn_ends = frozenset(done.turn_ends)
+                self.tool_call_format = done.tool_call_format
                 self._idle.put_nowait(worker)
         except BaseException as error:
             await self.__aexit__(None, None, None)

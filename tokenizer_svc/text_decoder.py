@@ -1,6 +1,6 @@
 """Token ids back to text, all at once; streams are decoded by detok_svc."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer
 
@@ -24,3 +24,7 @@ class TextDecoder:
                     f"The token id {token_id} is not in this model's vocabulary.", param="tokens"
                 )
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_strings(self, token_ids: Iterable[int]) -> list[str]:
+        """Each token as the vocabulary writes it, such as `Ġthe`."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]

@@ -14,6 +14,7 @@ class TokenizerFiles:
     template for chats with tools; empty for a model without. `special_tokens` are the names that
     templates read (`bos_token`, …) with the tokens' texts. `eos_token_ids` are those the files
     name, ascending. `context_length` is in tokens, 0 when the files do not say.
+    `generation_defaults` are fields of protos.tokenizer.v1.GenerationDefaults by name.
     """
 
     tokenizer: Tokenizer
@@ -21,3 +22,4 @@ class TokenizerFiles:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()
     context_length: int = 0
+    generation_defaults: Mapping[str, float] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from typing import Any
 
 from protos.common.v1 import common_pb2
 from protos.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-from protos.wire.errors import TokenlineError
+from protos.wire.errors import InvalidRequest, TokenlineError
 from protos.wire.server import GrpcServer
 
 SERVICE = "protos.tokenizer.v1.TokenizerService"
@@ -40,7 +40,18 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         if request.WhichOneof("input") == "chat":
             messages = json.loads(request.chat.messages_json)
             text = "".join(message["content"] for message in messages)
-        return tokenizer_pb2.EncodeResponse(token_ids=text.encode())
+        token_ids = text.encode()
+        strings = [chr(token_id) for token_id in token_ids if request.return_token_strings]
+        return tokenizer_pb2.EncodeResponse(token_ids=token_ids, token_strings=strings)
+
+    async def Decode(
+        self, request: tokenizer_pb2.DecodeRequest, context: Any
+    ) -> tokenizer_pb2.DecodeResponse:
+        for token_id in request.token_ids:
+            if token_id not in range(256):
+                raise InvalidRequest(f"No token {token_id}.", param="tokens")
+        text = bytes(request.token_ids).decode(errors="replace")
+        return tokenizer_pb2.DecodeResponse(text=text)
 
     async def GetStatus(self, request: Any, context: Any) -> tokenizer_pb2.GetStatusResponse:
         return tokenizer_pb2.GetStatusResponse(

@@ -62,6 +62,15 @@ def test_the_context_is_the_models_or_the_tokenizers(
     assert load_tokenizer_files(path).context_length == expected
 
 
+def test_the_generation_config_gives_defaults(tmp_path: Path) -> None:
+    config = {"temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": False, "eos_token_id": 1}
+    files = load_tokenizer_files(directory(tmp_path, generation_config=config))
+    assert files.generation_defaults == {"temperature": 0.6, "top_k": 20}
+    directory(tmp_path, generation_config={"min_p": 2})
+    with pytest.raises(StartupError, match=r"generation_config\.json sets min_p to 2"):
+        load_tokenizer_files(tmp_path)
+
+
 def test_special_tokens_are_those_that_templates_may_read(tmp_path: Path) -> None:
     files = load_tokenizer_files(
         directory(

@@ -68,6 +68,8 @@ async def test_the_default_model_is_served_in_little_memory(default_model_path: 
             assert (ids.count(1), ids.count(2)) == (3, 2)
             status = await stub.GetStatus(pb.GetStatusRequest())
             assert list(status.eos_token_ids) == [2]
+            assert status.tool_call_format == pb.TOOL_CALL_FORMAT_HERMES
+            assert not status.has_reasoning
             assert status.model.name == "SmolLM2-135M-Instruct"
         main = psutil.Process(process.pid)
         family = [main, *main.children(recursive=True)]

@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import pytest
@@ -49,7 +50,15 @@ async def serving(
         max_memory_bytes=512 << 20,
         max_seconds=20,
     )
-    served = ServedTokenizer(MODEL, tokenizer.to_str().encode(), (IM_END,), 128)
+    served = ServedTokenizer(
+        MODEL,
+        tokenizer.to_str().encode(),
+        (IM_END,),
+        128,
+        {"temperature": 0.5, "top_k": 7},
+        pb.TOOL_CALL_FORMAT_MISTRAL,
+        has_reasoning=True,
+    )
     async with (
         GrpcServer("tokenizer_svc", "127.0.0.1", 0, max_message_bytes) as server,
         TemplateWorkers(setup) as workers,
@@ -70,7 +79,7 @@ async def serving(
             yield TokenizerServiceStub(channel)
 
 
-def chat(content: object, generation: bool = True, **more: bytes) -> pb.EncodeRequest:
+def chat(content: object, generation: bool = True, **more: Any) -> pb.EncodeRequest:
     messages = json.dumps([{"role": "user", "content": content}]).encode()
     prompt = pb.ChatPrompt(messages_json=messages, add_generation_prompt=generation, **more)
     return pb.EncodeRequest(chat=prompt)
@@ -97,6 +106,29 @@ async def test_chats_and_texts_are_encoded() -> None:
         assert list((await stub.Encode(text("a<|im_end|>"))).token_ids) == [64, IM_END]
 
 
+async def test_the_tokens_themselves_come_where_asked_for() -> None:
+    async with serving() as stub:
+        request = text("a é<|im_end|>")
+        assert not (await stub.Encode(request)).token_strings
+        request.return_token_strings = True
+        answer = await stub.Encode(request)
+        assert list(answer.token_strings) == ["a", "Ġ", "Ã", "©", "<|im_end|>"]
+        request = chat("b", generation=False)
+        request.return_token_strings = True
+        assert list((await stub.Encode(request)).token_strings) == [
+            "<|im_start|>", "b", "<|im_end|>",
+        ]  # fmt: skip
+
+
+async def test_a_prompt_can_end_inside_the_last_message() -> None:
+    async with serving() as stub:
+        request = chat("ab", generation=False, continue_final_message=True)
+        assert list((await stub.Encode(request)).token_ids) == [IM_START, 64, 65]
+        both = chat("ab", generation=True, continue_final_message=True)
+        error = await refusal(stub.Encode(both))
+        assert isinstance(error, InvalidRequest) and error.param == "continue_final_message"
+
+
 async def test_bug_59_a_control_token_in_a_chat_is_text_and_in_a_prompt_is_parsed() -> None:
     async with serving() as stub:
         ids = list((await stub.Encode(chat("a<|im_end|>b", generation=False))).token_ids)
@@ -121,7 +153,13 @@ async def test_status_and_tokenizer_describe_the_model() -> None:
     async with serving() as stub:
         status = await stub.GetStatus(pb.GetStatusRequest())
         assert status == pb.GetStatusResponse(
-            model=MODEL, eos_token_ids=[IM_END], context_length=128, has_chat_template=True
+            model=MODEL,
+            eos_token_ids=[IM_END],
+            context_length=128,
+            has_chat_template=True,
+            generation_defaults=pb.GenerationDefaults(temperature=0.5, top_k=7),
+            tool_call_format=pb.TOOL_CALL_FORMAT_MISTRAL,
+            has_reasoning=True,
         )
         answer = await stub.GetTokenizer(pb.GetTokenizerRequest())
         assert answer.model == MODEL and list(answer.eos_token_ids) == [IM_END]

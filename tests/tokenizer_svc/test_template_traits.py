@@ -24,6 +24,12 @@ KNOWS_DEVELOPER = (
     "{% for m in messages %}{{ 'D' if m.role == 'developer' else m.content }}{% endfor %}"
 )
 
+LISTS_TOOLS = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+NEEDS_TOOLS = "{{ tools | length }}{% for m in messages if tools %}{{ m.content }}{% endfor %}"
+
 
 def traits_of(source: str, control: tuple[str, ...] = ("<|end|>", "<|end|>x")) -> TemplateTraits:
     return template_traits(source, ChatTemplate(source, {}, 10_000), ControlTexts(control))
@@ -34,8 +40,10 @@ def traits_of(source: str, control: tuple[str, ...] = ("<|end|>", "<|end|>x")) -
     [
         (PLAIN, TemplateTraits(turn_end="<|end|>")),
         (PARTS_ONLY, TemplateTraits(takes_parts=True, takes_text=False, turn_end="<|end|>")),
-        (OBJECT_ARGUMENTS, TemplateTraits(takes_argument_text=False)),
+        (OBJECT_ARGUMENTS, TemplateTraits(takes_argument_text=False, takes_calls=True)),
         (REFUSES_ALL, TemplateTraits()),
+        (LISTS_TOOLS, TemplateTraits(takes_tools=True)),
+        (NEEDS_TOOLS, TemplateTraits(takes_tools=True)),
         (KNOWS_DEVELOPER, TemplateTraits(takes_developer=True)),
     ],
 )
@@ -48,11 +56,15 @@ def test_traits_of_small_templates(source: str, expected: TemplateTraits) -> Non
     [
         ("smollm2", TemplateTraits(turn_end="<|im_end|>")),
         ("llama3_1", TemplateTraits(turn_end="<|eot_id|>")),
-        ("qwen3", TemplateTraits(turn_end="<|im_end|>")),
+        ("qwen3", TemplateTraits(takes_tools=True, takes_calls=True, turn_end="<|im_end|>")),
         ("gemma3", TemplateTraits(takes_parts=True, turn_end="<end_of_turn>")),
         (
             "deepseek_v3",
-            TemplateTraits(takes_null_content=True, turn_end="<\uff5cend▁of▁sentence\uff5c>"),
+            TemplateTraits(
+                takes_null_content=True,
+                takes_calls=True,
+                turn_end="<\uff5cend▁of▁sentence\uff5c>",
+            ),
         ),
     ],
 )
