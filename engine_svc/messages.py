@@ -1,11 +1,13 @@
 """Between the wire's messages and the objects of planning; requests are validated here."""
 
 import math
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
+from typing import Final
 
 from engine_svc.planning.errors import (
     ContextLengthExceeded,
     KvCapacityExceeded,
+    NoTokenLeft,
     SamplingFailed,
     WaitingQueueFull,
 )
@@ -28,6 +30,7 @@ _REASONS = {
     FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
     FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
 }
+_MAX_LOGIT_BIAS: Final = 100.0
 
 
 def request_from_record(
@@ -58,12 +61,16 @@ def _sampling_from_proto(
     _check_number("repetition_penalty", sampling.repetition_penalty, low=0.0, low_is_allowed=False)
     _check_number("presence_penalty", sampling.presence_penalty)
     _check_number("frequency_penalty", sampling.frequency_penalty)
-    _check(
-        sampling.top_logprobs <= vocab_size,
-        "top_logprobs",
-        f"must be at most {vocab_size}, the size of the vocabulary",
-    )
-    _check_token_ids("stop_token_ids", max(sampling.stop_token_ids, default=0), vocab_size)
+    for name in ("top_logprobs", "top_prompt_logprobs"):
+        _check(
+            getattr(sampling, name) <= vocab_size,
+            name,
+            f"must be at most {vocab_size}, the size of the vocabulary",
+        )
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        _check_token_ids(name, max(getattr(sampling, name), default=0), vocab_size)
+    _check_logit_bias(sampling, vocab_size)
+    _check_possible_tokens(sampling, vocab_size)
     return SamplingParameters(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
@@ -79,7 +86,47 @@ def _sampling_from_proto(
         stop_token_ids=frozenset(sampling.stop_token_ids),
         logprobs=sampling.logprobs,
         top_logprobs=sampling.top_logprobs if sampling.logprobs else 0,
+        min_tokens=sampling.min_tokens,
+        logit_bias=tuple((entry.token_id, entry.bias) for entry in sampling.logit_bias),
+        allowed_token_ids=frozenset(sampling.allowed_token_ids),
+        bad_words=tuple(tuple(word.token_ids) for word in sampling.bad_words),
+        prompt_logprobs=sampling.prompt_logprobs,
+        top_prompt_logprobs=sampling.top_prompt_logprobs if sampling.prompt_logprobs else 0,
     )
+
+
+def _check_logit_bias(sampling: common_pb2.SamplingParameters, vocab_size: int) -> None:
+    biases = sampling.logit_bias
+    _check_token_ids("logit_bias", max((entry.token_id for entry in biases), default=0), vocab_size)
+    for entry in biases:
+        _check_number("logit_bias", entry.bias, low=-_MAX_LOGIT_BIAS, high=_MAX_LOGIT_BIAS)
+
+
+def _check_possible_tokens(sampling: common_pb2.SamplingParameters, vocab_size: int) -> None:
+    """Checks what bans tokens, and that a first token stays possible."""
+    words = sampling.bad_words
+    for word in words:
+        _check(bool(word.token_ids), "bad_words", "holds a word without tokens")
+        _check_token_ids("bad_words", max(word.token_ids), vocab_size)
+    _check(
+        sampling.min_tokens <= sampling.max_tokens,
+        "min_tokens",
+        f"must be at most max_tokens, which is {sampling.max_tokens}",
+    )
+    allowed: Collection[int] = frozenset(sampling.allowed_token_ids) or range(vocab_size)
+    banned = {word.token_ids[0] for word in words if len(word.token_ids) == 1}
+    _check(_some_are_left(allowed, banned), "bad_words", "ban every token that is allowed")
+    if sampling.min_tokens:
+        banned |= {*sampling.eos_token_ids, *sampling.stop_token_ids}
+        _check(
+            _some_are_left(allowed, banned),
+            "min_tokens",
+            "needs an allowed token that is neither EOS nor a stop token",
+        )
+
+
+def _some_are_left(allowed: Collection[int], banned: set[int]) -> bool:
+    return sum(token_id in allowed for token_id in banned) < len(allowed)
 
 
 def _check(valid: bool, param: str, problem: str) -> None:
@@ -148,6 +195,8 @@ def wire_error(error: Exception) -> TokenlineError:
             return InvalidRequest(str(error), code="kv_capacity", param="max_tokens")
         case WaitingQueueFull():
             return Overloaded(str(error), code="queue_full")
+        case NoTokenLeft():
+            return InvalidRequest(f"No token could be sampled: {error}.", code="no_token_left")
         case SamplingFailed():
             return InternalError(f"No token could be sampled: {error}.", code="sampling_failed")
         case _:

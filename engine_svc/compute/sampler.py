@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine_svc.compute.step_tensors import SamplingInputs
-from engine_svc.planning.step import TokenLogprobs
+from engine_svc.planning.step import SamplingError, TokenLogprobs
 from kernels import Kernels
 
 # The log-probability reported for a token that cannot come: JSON has no -inf.
@@ -23,7 +23,7 @@ class SampledBatch:
 
     token_ids: Tensor  # int64 [s]
     logprobs: Sequence[TokenLogprobs | None]
-    errors: Sequence[str]
+    errors: Sequence[SamplingError | None]
 
 
 class Sampler:
@@ -88,10 +88,10 @@ class Sampler:
         return result
 
 
-def _reject_rows(logits: Tensor) -> list[str]:
+def _reject_rows(logits: Tensor) -> list[SamplingError | None]:
     """An error for each row without a finite largest logit; such rows become zeros, in place."""
     # The maximum of a row with a NaN is NaN, so one pass finds every case.
     is_bad = ~torch.isfinite(logits.amax(dim=-1))
     if torch.any(is_bad):
         logits[is_bad] = 0.0
-    return ["the model gave logits that are not numbers" if bad else "" for bad in is_bad.tolist()]
+    return [SamplingError.BAD_LOGITS if bad else None for bad in is_bad.tolist()]

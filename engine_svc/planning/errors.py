@@ -19,3 +19,7 @@ class WaitingQueueFull(RequestRefused):
 
 class SamplingFailed(Exception):
     """No token could be drawn from a request's logits. The message says why."""
+
+
+class NoTokenLeft(SamplingFailed):
+    """The request's own parameters leave no token possible."""

@@ -15,11 +15,11 @@ from operator import attrgetter
 from typing import Final
 
 from engine_svc.planning.block_tables import BlockTables
-from engine_svc.planning.errors import SamplingFailed
+from engine_svc.planning.errors import NoTokenLeft, SamplingFailed
 from engine_svc.planning.limits import SchedulerConfig, SchedulerLoad
 from engine_svc.planning.plan_builder import PlanBuilder
 from engine_svc.planning.request import Finish, FinishReason, Request, RequestOutput
-from engine_svc.planning.step import RowStep, StepPlan, StepResult
+from engine_svc.planning.step import RowStep, SamplingError, StepPlan, StepResult
 
 _ORDER: Final = attrgetter("order")
 
@@ -248,7 +248,7 @@ class Scheduler:
                 advance(request, num_scheduled)
                 continue
             _, token_id, logprobs, error = token
-            if error:
+            if error is not None:
                 outputs.append(self._end_unsampled(request, error))
                 continue
             advance(request, num_scheduled)
@@ -261,10 +261,11 @@ class Scheduler:
         self._release_ended()
         return outputs
 
-    def _end_unsampled(self, request: Request, message: str) -> RequestOutput:
+    def _end_unsampled(self, request: Request, error: SamplingError) -> RequestOutput:
         """Ends a request that has no next token. Its KV may be at fault, so nobody reuses it."""
         self._tables.distrust(request)
-        return self._end(request, Finish(FinishReason.ERROR, error=SamplingFailed(message)))
+        kind = NoTokenLeft if error is SamplingError.NO_TOKEN_LEFT else SamplingFailed
+        return self._end(request, Finish(FinishReason.ERROR, error=kind(error.value)))
 
     def fail(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
         """Takes in that the step raised: ends its requests with `error`. Others go on."""

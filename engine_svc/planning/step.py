@@ -12,6 +12,7 @@ dataclasses (0.26 against 0.66 µs), and Python's part of a step is counted in m
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import NamedTuple
 
 
@@ -32,6 +33,14 @@ class SamplingParameters:
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: bool = False
     top_logprobs: int = 0
+    min_tokens: int = 0
+    # (token id, bias)
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    # Empty: all are.
+    allowed_token_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    prompt_logprobs: bool = False
+    top_prompt_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +95,23 @@ class TokenLogprobs:
     top_logprobs: Sequence[float] = ()
 
 
+class SamplingError(StrEnum):
+    """Why a row's logits cannot be sampled from; the values are for people."""
+
+    BAD_LOGITS = "the model gave logits that are not numbers"
+    NO_TOKEN_LEFT = "what the request allows, bans and requires leaves no token possible"
+
+
 class SampledToken(NamedTuple):
     """The token sampled for `row`; `logprobs` is set when the row's parameters ask for it.
 
-    `error` is set instead when the row's logits cannot be sampled from (a NaN among them).
+    `error` is set instead when there is no such token.
     """
 
     row: int
     token_id: int
     logprobs: TokenLogprobs | None = None
-    error: str = ""
+    error: SamplingError | None = None
 
 
 @dataclass(frozen=True, slots=True)

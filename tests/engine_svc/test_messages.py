@@ -8,6 +8,7 @@ from engine_svc.messages import load_to_proto, output_to_proto, request_from_rec
 from engine_svc.planning.errors import (
     ContextLengthExceeded,
     KvCapacityExceeded,
+    NoTokenLeft,
     SamplingFailed,
     WaitingQueueFull,
 )
@@ -18,6 +19,14 @@ from protos.common.v1 import common_pb2
 from protos.wire.errors import InternalError, InvalidRequest, Overloaded, Unavailable
 
 VOCAB_SIZE = 100
+
+
+def words(token_ids: list[int]) -> common_pb2.TokenSequence:
+    return common_pb2.TokenSequence(token_ids=token_ids)
+
+
+def bias(token_id: int, value: float) -> list[common_pb2.LogitBias]:
+    return [common_pb2.LogitBias(token_id=token_id, bias=value)]
 
 
 def record(**changes: object) -> common_pb2.GenerationRecord:
@@ -35,6 +44,15 @@ def record(**changes: object) -> common_pb2.GenerationRecord:
         "stop_token_ids": [99],
         "logprobs": True,
         "top_logprobs": 4,
+        "min_tokens": 2,
+        "logit_bias": [
+            common_pb2.LogitBias(token_id=8, bias=-100.0),
+            common_pb2.LogitBias(token_id=0, bias=0.5),
+        ],
+        "allowed_token_ids": [0, 8, 9, 99],
+        "bad_words": [words([9]), words([8, 0, 99])],
+        "prompt_logprobs": True,
+        "top_prompt_logprobs": 6,
     }
     fields = {"prompt_token_ids": [1, 2, 3], "output_token_ids": [4]}
     for name, value in changes.items():
@@ -62,6 +80,12 @@ def test_every_field_of_a_record_reaches_the_request() -> None:
         stop_token_ids=frozenset({99}),
         logprobs=True,
         top_logprobs=4,
+        min_tokens=2,
+        logit_bias=((8, -100.0), (0, 0.5)),
+        allowed_token_ids=frozenset({0, 8, 9, 99}),
+        bad_words=((9,), (8, 0, 99)),
+        prompt_logprobs=True,
+        top_prompt_logprobs=6,
     )
 
 
@@ -84,6 +108,21 @@ def test_every_field_of_a_record_reaches_the_request() -> None:
         ({"presence_penalty": math.nan}, "presence_penalty"),
         ({"frequency_penalty": math.inf}, "frequency_penalty"),
         ({"top_logprobs": 101}, "top_logprobs"),
+        ({"top_prompt_logprobs": 101}, "top_prompt_logprobs"),
+        ({"min_tokens": 8}, "min_tokens"),
+        ({"logit_bias": bias(100, 1.0)}, "logit_bias"),
+        ({"logit_bias": bias(5, 100.5)}, "logit_bias"),
+        ({"logit_bias": bias(5, -101)}, "logit_bias"),
+        ({"logit_bias": bias(5, math.nan)}, "logit_bias"),
+        ({"allowed_token_ids": [1, 100]}, "allowed_token_ids"),
+        ({"bad_words": [words([])]}, "bad_words"),
+        ({"bad_words": [words([1, 100])]}, "bad_words"),
+        ({"allowed_token_ids": [5], "bad_words": [words([5])]}, "bad_words"),
+        ({"allowed_token_ids": [2, 99], "bad_words": []}, "min_tokens"),
+        (
+            {"allowed_token_ids": [], "bad_words": [words([token]) for token in range(100)]},
+            "bad_words",
+        ),
     ],
 )
 def test_a_bad_field_is_named(change: dict[str, object], param: str) -> None:
@@ -130,6 +169,7 @@ def test_finishing_by_eos_names_no_stop_match_even_for_token_id_zero() -> None:
         (KvCapacityExceeded("x"), InvalidRequest, "kv_capacity"),
         (WaitingQueueFull("x"), Overloaded, "queue_full"),
         (SamplingFailed("x"), InternalError, "sampling_failed"),
+        (NoTokenLeft("x"), InvalidRequest, "no_token_left"),
         (Unavailable("x", code="engine_draining"), Unavailable, "engine_draining"),
         (RuntimeError("x"), InternalError, "engine_failed"),
     ],

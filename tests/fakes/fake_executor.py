@@ -13,6 +13,7 @@ from engine_svc.planning.step import (
     RowStart,
     RowStep,
     SampledToken,
+    SamplingError,
     SamplingParameters,
     StepPlan,
     StepResult,
@@ -135,7 +136,7 @@ class FakeExecutor:
     def _sample(self, row_index: int) -> SampledToken:
         row = self._rows[row_index]
         if self._nan_token_id in row.token_ids:
-            return SampledToken(row_index, 0, error="the logits hold a NaN")
+            return SampledToken(row_index, 0, error=SamplingError.BAD_LOGITS)
         values = [self._kv_values[self._slot(row, i)] for i in range(row.num_computed_tokens)]
         assert None not in values, "KV was read that nobody wrote"
         token_id = _next_token(

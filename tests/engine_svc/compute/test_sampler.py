@@ -100,7 +100,7 @@ def test_bug_34_impossible_tokens_have_a_finite_floor() -> None:
     asking = dataclasses.replace(SEEDED, logprobs=True, top_logprobs=5)
     result = sample(logits, [asking])
     assert result.token_ids.tolist() == [17]
-    assert result.errors == [""]
+    assert result.errors == [None]
     logprobs = result.logprobs[0]
     assert logprobs is not None
     assert logprobs.logprob == 0.0
