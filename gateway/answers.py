@@ -1,16 +1,19 @@
 """Carries out a job and sends its answer, streamed or whole; the endpoints say how it looks."""
 
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.errors import ClientDisconnected, log_fault
 from gateway.generation import Usage
+from gateway.generation_fields import GenerationFields
 from gateway.interruption import ended_by_disconnect
 from gateway.job import Job
 from gateway.pipeline import Pipeline
@@ -32,23 +35,34 @@ class Choice:
 
     texts: list[str] = field(default_factory=list)
     logprobs: list[detok_pb2.TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[detok_pb2.TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
 
     @property
     def text(self) -> str:
         return "".join(self.texts)
 
+    @property
+    def mean_logprob(self) -> float:
+        """Over the tokens that are shown; the least there is where none is."""
+        logprobs = [entry.token.logprob for entry in self.logprobs]
+        return sum(logprobs) / len(logprobs) if logprobs else -math.inf
+
     def add(self, output: detok_pb2.Output) -> None:
         self.texts.append(output.text)
         self.logprobs.extend(output.logprobs)
+        self.prompt_logprobs.extend(output.prompt_logprobs)
         self.finish_reason = finish_reason(output)
 
 
 class AnswerForm(Protocol):
     """How an endpoint writes one answer, streamed or whole."""
 
-    def output_events(self, index: int, output: detok_pb2.Output) -> bytes:
-        """Events for what choice `index` gained; empty when there is nothing to say."""
+    def output_events(self, index: int, output: detok_pb2.Output, usage: Usage) -> bytes:
+        """Events for what choice `index` gained; empty when there is nothing to say.
+
+        `usage` is the whole request's up to now.
+        """
 
     def usage_event(self, usage: Usage) -> bytes:
         """The event before the last; empty when usage was not asked for."""
@@ -94,8 +108,12 @@ class StreamedAnswer(Response):
             events = b""
             while not generation.finished:
                 outputs = await generation.next_outputs(self._ping_seconds)
+                usage = generation.usage
                 events = b"".join(
-                    [self._form.output_events(index, output) for index, output in outputs.items()]
+                    [
+                        self._form.output_events(index, output, usage)
+                        for index, output in outputs.items()
+                    ]
                 )
                 failed = next(filter(_has_failed, outputs.values()), None)
                 if failed is not None:
@@ -140,6 +158,42 @@ def usage_json(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+class ChunkTail:
+    """What ends every chunk after its choice: as bytes, since a chunk is a concatenation."""
+
+    def __init__(self, body: GenerationFields) -> None:
+        self._has_usage = body.has_usage_in_chunks
+        self._constant = b'}],"usage":null}\n\n' if body.include_usage else b"}]}\n\n"
+
+    def __call__(self, usage: Usage) -> bytes:
+        """`usage` is the whole request's up to now."""
+        if not self._has_usage:
+            return self._constant
+        return b'}],"usage":' + msgspec.json.encode(usage_json(usage)) + b"}\n\n"
+
+
+def prompt_logprobs_json(
+    tokens: Sequence[detok_pb2.TokenLogprobs], num_top: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: by token id, the prompt's own token first; null for the first.
+
+    A token that is not among the likeliest that were computed has the rank null.
+    """
+    return [None, *(_by_token_id(entry, num_top) for entry in tokens[1:])]
+
+
+def _by_token_id(entry: detok_pb2.TokenLogprobs, num_top: int) -> dict[str, Any]:
+    ranks = {token.token_id: rank for rank, token in enumerate(entry.top, start=1)}
+    return {
+        str(token.token_id): {
+            "logprob": token.logprob,
+            "rank": ranks.get(token.token_id),
+            "decoded_token": token.text,
+        }
+        for token in (entry.token, *entry.top[:num_top])
     }
 
 

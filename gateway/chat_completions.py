@@ -8,7 +8,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.answers import Choice, answer, finish_reason, usage_json
+from gateway.answers import (
+    Choice,
+    ChunkTail,
+    answer,
+    finish_reason,
+    prompt_logprobs_json,
+    usage_json,
+)
 from gateway.chat_messages import checked_messages, checked_tools
 from gateway.generation import Usage
 from gateway.identity import checked_identity
@@ -62,13 +69,15 @@ class ChatForm:
         }
         self._has_logprobs = bool(body.logprobs)
         self._has_usage = body.include_usage
+        self._num_top_prompt_logprobs = body.prompt_logprobs
         self._begun: set[int] = set()
         # What is the same in every chunk is encoded once: a chunk is a concatenation.
         head = msgspec.json.encode(self._object("chat.completion.chunk"))
         self._head = b"data: " + head.removesuffix(b"}") + b',"choices":[{"index":'
-        self._tail = b'}],"usage":null}\n\n' if self._has_usage else b"}]}\n\n"
+        self._tail = ChunkTail(body)
 
-    def output_events(self, index: int, output: detok_pb2.Output) -> bytes:
+    def output_events(self, index: int, output: detok_pb2.Output, usage: Usage) -> bytes:
+        tail = self._tail(usage)
         head = self._head + str(index).encode() + b',"delta":{'
         text, logprobs, reason = output.text, output.logprobs, finish_reason(output)
         events: list[bytes] = []
@@ -82,7 +91,7 @@ class ChatForm:
                 b'},"logprobs":',
                 msgspec.json.encode(_logprobs(logprobs)) if logprobs else b"null",
                 b',"finish_reason":null',
-                self._tail,
+                tail,
             )
         if reason is not None:
             events += (
@@ -90,7 +99,7 @@ class ChatForm:
                 b'},"logprobs":null,"finish_reason":"',
                 reason.encode(),
                 b'"',
-                self._tail,
+                tail,
             )
         return b"".join(events)
 
@@ -101,9 +110,17 @@ class ChatForm:
         return event({**chunk, "choices": [], "usage": usage_json(usage)})
 
     def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        prompt_logprobs = {}
+        if self._num_top_prompt_logprobs is not None:
+            # One prompt, so that those of any choice are those of the request.
+            entries = prompt_logprobs_json(
+                choices[0].prompt_logprobs, self._num_top_prompt_logprobs
+            )
+            prompt_logprobs = {"prompt_logprobs": entries}
         return msgspec.json.encode(
             {
                 **self._object("chat.completion"),
+                **prompt_logprobs,
                 "choices": [
                     {
                         "index": index,
@@ -129,7 +146,8 @@ def _prompt(body: ChatCompletionRequest) -> tokenizer_pb2.EncodeRequest:
             messages_json=checked_messages(body.messages),
             tools_json=b"" if body.tool_choice == "none" else tools,
             template_kwargs_json=msgspec.json.encode(kwargs) if kwargs else b"",
-            add_generation_prompt=True,
+            add_generation_prompt=body.adds_generation_prompt,
+            continue_final_message=bool(body.continue_final_message),
         )
     )
 

@@ -1,19 +1,26 @@
 """POST /v1/completions: from the body to a job, from outputs to chunks and the answer."""
 
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.answers import Choice, answer, finish_reason, usage_json
+from gateway.answers import (
+    Choice,
+    ChunkTail,
+    answer,
+    finish_reason,
+    prompt_logprobs_json,
+    usage_json,
+)
 from gateway.generation import Usage
 from gateway.identity import checked_identity
 from gateway.job import Prompt, job_from
 from gateway.lanes import Lanes, LineModel
+from gateway.legacy_logprobs import Lists, TextOffset, joined, output_logprobs, prompt_logprobs
 from gateway.openai_schema import CompletionRequest
 from gateway.pipeline import Pipeline
 from gateway.request_body import decode_body, read_body
@@ -44,14 +51,34 @@ class Completions:
         prompts = [_prompt(prompt) for prompt in body.prompts()]
         model = self._lanes.model(body.model)
         job = job_from(body, identity, model, endpoint=PATH, prompts=prompts, prompt_param="prompt")
-        form = CompletionForm(job.request_id, model, body)
+        echoed = [await self._text_of(prompt, body) for prompt in body.prompts() if body.echo]
+        form = CompletionForm(job.request_id, model, body, echoed)
         return answer(self._pipeline, job, form, self._ping_seconds)
+
+    async def _text_of(self, prompt: str | tuple[int, ...], body: CompletionRequest) -> str:
+        """The prompt as it is echoed: text as it came."""
+        if isinstance(prompt, str):
+            return prompt
+        return await self._lanes.decode(
+            tokenizer_pb2.DecodeRequest(
+                token_ids=prompt, skip_special_tokens=body.skips_special_tokens
+            )
+        )
 
 
 class CompletionForm:
-    """How one text completion looks on the wire, in chunks or whole."""
+    """How one text completion looks on the wire, in chunks or whole.
 
-    def __init__(self, request_id: str, model: LineModel, body: CompletionRequest) -> None:
+    echoed: the text of each prompt, which its choices begin with; empty for none.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        model: LineModel,
+        body: CompletionRequest,
+        echoed: Sequence[str] = (),
+    ) -> None:
         self._common = {
             "id": f"cmpl-{request_id}",
             "object": "text_completion",
@@ -59,83 +86,102 @@ class CompletionForm:
             "model": model.name,
             "system_fingerprint": model.system_fingerprint,
         }
-        self._has_logprobs = body.logprobs is not None
-        self._has_usage = body.include_usage
-        # Where in its choice's text the next token begins.
-        self._offsets: defaultdict[int, _TextOffset] = defaultdict(_TextOffset)
+        self._body = body
+        self._echoed = echoed
+        # Per choice whose echo was sent, or needs none: where in its text the next token begins.
+        self._offsets: dict[int, TextOffset] = {}
         head = msgspec.json.encode(self._common)
         self._head = b"data: " + head.removesuffix(b"}") + b',"choices":[{"index":'
-        self._tail = b'}],"usage":null}\n\n' if self._has_usage else b"}]}\n\n"
+        self._tail = ChunkTail(body)
 
-    def output_events(self, index: int, output: detok_pb2.Output) -> bytes:
-        head = self._head + str(index).encode() + b',"text":'
+    def output_events(self, index: int, output: detok_pb2.Output, usage: Usage) -> bytes:
         text, logprobs, reason = output.text, output.logprobs, finish_reason(output)
         events: list[bytes] = []
+        if not (output.token_ids or text or output.prompt_logprobs or reason):
+            return b""
+        if index not in self._offsets:
+            echo = self._echo(index)
+            self._offsets[index] = TextOffset(len(echo))
+            if echo:
+                lists = self._prompt_lists(index, output.prompt_logprobs)
+                events += self._chunk(index, echo, lists, None, usage)
         if text or logprobs:
-            encoded = b"null"
-            if logprobs:
-                encoded = msgspec.json.encode(_logprobs(logprobs, self._offsets[index]))
-            events += (
-                head,
-                json_text(text),
-                b',"logprobs":',
-                encoded,
-                b',"finish_reason":null',
-                self._tail,
-            )
+            lists = output_logprobs(logprobs, self._offsets[index]) if logprobs else None
+            events += self._chunk(index, text, lists, None, usage)
         if reason is not None:
-            events += (
-                head,
-                b'"","logprobs":null,"finish_reason":"',
-                reason.encode(),
-                b'"',
-                self._tail,
-            )
+            events += self._chunk(index, "", None, reason, usage)
         return b"".join(events)
 
     def usage_event(self, usage: Usage) -> bytes:
-        if not self._has_usage:
+        if not self._body.include_usage:
             return b""
         return event({**self._common, "choices": [], "usage": usage_json(usage)})
 
     def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        shown = enumerate(self._returned(choices))
         return msgspec.json.encode(
             {
                 **self._common,
                 "choices": [
-                    {
-                        "index": index,
-                        "text": choice.text,
-                        "logprobs": (
-                            _logprobs(choice.logprobs, _TextOffset())
-                            if self._has_logprobs
-                            else None
-                        ),
-                        "finish_reason": choice.finish_reason,
-                    }
-                    for index, choice in enumerate(choices)
+                    {"index": index, **self._choice(drawn, choices[drawn])}
+                    for index, drawn in shown
                 ],
                 "usage": usage_json(usage),
             }
         )
 
+    def _chunk(
+        self, index: int, text: str, logprobs: Lists | None, reason: str | None, usage: Usage
+    ) -> tuple[bytes, ...]:
+        return (
+            self._head,
+            str(index).encode(),
+            b',"text":',
+            json_text(text),
+            b',"logprobs":',
+            b"null" if logprobs is None else msgspec.json.encode(logprobs),
+            b',"finish_reason":',
+            b"null" if reason is None else json_text(reason),
+            self._tail(usage),
+        )
 
-class _TextOffset:
-    """Counts characters through tokens that may hold parts of one, by UTF-8's first bytes."""
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        echo = self._echo(index)
+        lists = None
+        if self._body.logprobs is not None:
+            lists = output_logprobs(choice.logprobs, TextOffset(len(echo)))
+            prompt_lists = self._prompt_lists(index, choice.prompt_logprobs)
+            lists = joined(prompt_lists, lists) if prompt_lists else lists
+        made: dict[str, Any] = {
+            "text": echo + choice.text,
+            "logprobs": lists,
+            "finish_reason": choice.finish_reason,
+        }
+        if (num_top := self._body.prompt_logprobs) is not None:
+            made["prompt_logprobs"] = prompt_logprobs_json(choice.prompt_logprobs, num_top)
+        return made
 
-    def __init__(self) -> None:
-        self._num_begun = 0
+    def _echo(self, index: int) -> str:
+        """The text of the prompt of choice `index`, where it is to be echoed."""
+        return self._echoed[index // self._body.num_choices] if self._echoed else ""
 
-    def advance(self, token_bytes: bytes) -> int:
-        """The index of the character that the token begins in; moves past the token."""
-        continues = bool(token_bytes) and _is_continuation(token_bytes[0])
-        offset = self._num_begun - 1 if continues and self._num_begun else self._num_begun
-        self._num_begun += sum(not _is_continuation(byte) for byte in token_bytes)
-        return offset
+    def _prompt_lists(self, index: int, tokens: Sequence[detok_pb2.TokenLogprobs]) -> Lists | None:
+        num_top = self._body.logprobs
+        if not self._echoed or num_top is None or not tokens:
+            return None
+        return prompt_logprobs(tokens, num_top, self._echo(index))
 
-
-def _is_continuation(byte: int) -> bool:
-    return byte & 0xC0 == 0x80
+    def _returned(self, choices: Sequence[Choice]) -> list[int]:
+        """Indices of the choices to show: of each prompt the best by mean log-probability."""
+        num_drawn, num_returned = self._body.num_choices, self._body.num_returned
+        if num_drawn == num_returned:
+            return list(range(len(choices)))
+        returned: list[int] = []
+        for first in range(0, len(choices), num_drawn):
+            drawn = range(first, first + num_drawn)
+            best = sorted(drawn, key=lambda index: choices[index].mean_logprob, reverse=True)
+            returned += best[:num_returned]
+        return returned
 
 
 def _prompt(prompt: str | tuple[int, ...]) -> Prompt:
@@ -144,27 +190,3 @@ def _prompt(prompt: str | tuple[int, ...]) -> Prompt:
     return tokenizer_pb2.EncodeRequest(
         text=tokenizer_pb2.TextPrompt(text=prompt, add_special_tokens=True)
     )
-
-
-def _logprobs(
-    tokens: Iterable[detok_pb2.TokenLogprobs], offset: _TextOffset
-) -> dict[str, list[Any]]:
-    """The legacy format: four lists of one entry per token."""
-    entries = list(tokens)
-    return {
-        "tokens": [entry.token.text for entry in entries],
-        "token_logprobs": [entry.token.logprob for entry in entries],
-        "top_logprobs": [_top(entry) for entry in entries],
-        "text_offset": [offset.advance(entry.token.text_bytes) for entry in entries],
-    }
-
-
-def _top(entry: detok_pb2.TokenLogprobs) -> dict[str, float] | None:
-    """By text; the sampled token is always among them. None when no likeliest were asked for."""
-    if not entry.top:
-        return None
-    # Of two tokens with one text the likelier stays: later entries do not replace it.
-    top: dict[str, float] = {}
-    for token in (*entry.top, entry.token):
-        top.setdefault(token.text, token.logprob)
-    return top

@@ -12,7 +12,9 @@ from gateway.lane import DetokLane, EngineLane
 from gateway.live_request import LiveRequest
 from gateway.metrics import Metrics
 from gateway.records import FINISH_REASONS, Stage, gravest
+from protos.common.v1 import common_pb2
 from protos.detok.v1 import detok_pb2
+from protos.wire.errors import RequestTimeout
 from protos.wire.stream_adapter import detok_adapter
 
 _merge: Final = detok_adapter().merge
@@ -41,16 +43,24 @@ class Generation:
     """An async context manager: leaving it aborts the sequences that have not finished.
 
     A sequence is known by its place in the order of `start`, the choice index of the API.
+
+    prompt_only: what is sampled is dropped, as if max_tokens were 0.
     """
 
-    def __init__(self, request: LiveRequest, metrics: Metrics) -> None:
+    def __init__(
+        self, request: LiveRequest, metrics: Metrics, *, prompt_only: bool = False
+    ) -> None:
         self._request = request
         self._metrics = metrics
+        self._prompt_only = prompt_only
         self._sequences: list[_Sequence] = []
         self._num_unfinished = 0
         self._pending: dict[int, detok_pb2.Output] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._closed = False
+        self._timed_out = False
+        # What the reader is to be told instead of outputs.
+        self._error: RequestTimeout | None = None
 
     async def __aenter__(self) -> Self:
         self._request.enter(Stage.WAITING)
@@ -110,12 +120,21 @@ class Generation:
             if not sequence.finish_reason:
                 sequence.detok.client.abort(sequence.sequence_id)
 
+    def time_out(self) -> None:
+        """Ends all sequences with the reason `timeout`; with an error, if no token has come."""
+        if not self._request.record.num_output_tokens:
+            self._error = timed_out()
+            self._wake()
+            return
+        self._timed_out = True
+        self.abort()
+
     async def next_outputs(self, timeout_seconds: float) -> Mapping[int, detok_pb2.Output]:
         """What came since the last call, one merged output per choice index.
 
-        Waits for the first; empty when none came within `timeout_seconds`.
+        Waits for the first; empty when none came within `timeout_seconds`. Raises RequestTimeout.
         """
-        if not self._pending:
+        if not self._pending and self._error is None:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
             timer = loop.call_later(timeout_seconds, _wake, self._waiter)
@@ -124,6 +143,8 @@ class Generation:
             finally:
                 timer.cancel()
                 self._waiter = None
+        if self._error is not None:
+            raise self._error
         outputs, self._pending = self._pending, {}
         return outputs
 
@@ -132,6 +153,10 @@ class Generation:
         if self._closed:
             return
         sequence = self._sequences[index]
+        if self._prompt_only:
+            _drop_what_is_sampled(output)
+        if self._timed_out and output.finish.reason == common_pb2.FINISH_REASON_CANCELLED:
+            output.finish.reason = common_pb2.FINISH_REASON_TIMEOUT
         if output.prefill_started:
             self._request.enter(Stage.PREFILLING)
             if sequence.is_first_choice:
@@ -153,6 +178,9 @@ class Generation:
             self._pending[index] = output
         else:
             _merge(pending, output)
+        self._wake()
+
+    def _wake(self) -> None:
         if self._waiter is not None:
             _wake(self._waiter)
 
@@ -162,6 +190,21 @@ class Generation:
         for sequence in self._sequences:
             if not sequence.finish_reason:
                 sequence.engine.num_own_sequences -= 1
+
+
+def timed_out() -> RequestTimeout:
+    """What a request ends with whose `timeout` was over before its first token."""
+    return RequestTimeout(
+        "The request's `timeout` was over before its first token.", code="timeout", param="timeout"
+    )
+
+
+def _drop_what_is_sampled(output: detok_pb2.Output) -> None:
+    for name in ("text", "token_ids", "logprobs"):
+        output.ClearField(name)
+    if output.finish.reason == common_pb2.FINISH_REASON_STOP:
+        output.finish.reason = common_pb2.FINISH_REASON_LENGTH
+        output.finish.ClearField("stop_match")
 
 
 def _wake(waiter: asyncio.Future[None]) -> None:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from gateway.field_checks import check_in_vocabulary
+from gateway.generation_fields import GenerationFields
 from gateway.identity import Identity
 from gateway.lanes import LineModel
-from gateway.openai_schema import GenerationFields
 from protos.common.v1 import common_pb2
 from protos.tokenizer.v1 import tokenizer_pb2
 
@@ -22,10 +23,12 @@ Prompt = tokenizer_pb2.EncodeRequest | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One request. `sampling` lacks what the pipeline adds: seed, max_tokens and EOS tokens.
+    """One request. `sampling` lacks what the pipeline adds: seed, max_tokens, EOS and bad words.
 
-    Choice i of prompt j has the index j * num_choices + i. `max_tokens` None means all the room
-    that the prompt leaves. `prompt_param` and `max_tokens_param` name the fields for errors.
+    Choice i of prompt j has the index j * num_choices + i. `max_tokens` None means the model's
+    default, or all the room that the prompt leaves; 0, that the prompt is to be computed and
+    nothing more. `timeout_seconds` is for the whole request; None for no limit. `prompt_param`
+    and `max_tokens_param` name the fields for errors.
     """
 
     request_id: str
@@ -41,10 +44,13 @@ class Job:
     max_tokens: int | None
     max_tokens_param: str
     stop: tuple[str, ...]
+    bad_words: tuple[str, ...]
     ignore_eos: bool
     include_stop_str_in_output: bool
     skip_special_tokens: bool
+    priority: int
     cache_salt: str
+    timeout_seconds: float | None
 
     @property
     def num_sequences(self) -> int:
@@ -60,7 +66,10 @@ def job_from(
     prompts: Sequence[Prompt],
     prompt_param: str,
 ) -> Job:
-    """The job that a checked body asks for."""
+    """The job that a checked body asks for. Raises InvalidRequest for ids that are no tokens."""
+    for prompt in prompts:
+        if isinstance(prompt, tuple):
+            check_in_vocabulary(prompt, model.vocab_size, prompt_param)
     max_tokens_param, max_tokens = body.token_limit
     return Job(
         request_id=identity.request_id,
@@ -71,15 +80,19 @@ def job_from(
         prompts=tuple(prompts),
         prompt_param=prompt_param,
         num_choices=body.num_choices,
-        sampling=body.sampling(),
+        sampling=body.sampling(model.vocab_size, model.generation_defaults),
         seed=secrets.randbits(_RANDOM_SEED_BITS) if body.seed is None else body.seed,
         max_tokens=max_tokens,
         max_tokens_param=max_tokens_param,
         stop=body.stop_strings,
+        bad_words=tuple(body.bad_words or ()),
         ignore_eos=bool(body.ignore_eos),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skips_special_tokens,
+        # In the API lower values run first, on the line higher ones.
+        priority=-(body.priority or 0),
         cache_salt=body.cache_salt or "",
+        timeout_seconds=body.timeout,
     )
 
 

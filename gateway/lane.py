@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Final, Generic, Protocol, Self, TypeVar
@@ -104,13 +104,21 @@ class TokenizerLane(Lane[tokenizer_pb2.GetStatusResponse]):
 
     async def encode(self, request: tokenizer_pb2.EncodeRequest) -> Sequence[int]:
         """Token ids of a prompt. Raises TokenlineError, Unavailable if the replica is at fault."""
+        response: tokenizer_pb2.EncodeResponse = await self._ask(self._stub.Encode, request)
+        return response.token_ids
+
+    async def decode(self, request: tokenizer_pb2.DecodeRequest) -> str:
+        """The text of token ids. Raises as `encode`."""
+        response: tokenizer_pb2.DecodeResponse = await self._ask(self._stub.Decode, request)
+        return response.text
+
+    async def _ask(self, call: Callable[..., Awaitable[Any]], request: object) -> Any:
         try:
-            response = await self._stub.Encode(request, timeout=_ENCODE_TIMEOUT_SECONDS)
+            return await call(request, timeout=_ENCODE_TIMEOUT_SECONDS)
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise Unavailable("The tokenizer did not answer in time.") from error
             raise from_rpc_error(error) from error
-        return response.token_ids
 
     async def _get_status(self) -> tokenizer_pb2.GetStatusResponse:
         return await self._stub.GetStatus(

@@ -2,11 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 from gateway.lane import AnyLane, DetokLane, EngineLane, TokenizerLane
 from gateway.lane_set import LaneSet, LaneT
@@ -17,6 +17,8 @@ from protos.tokenizer.v1 import tokenizer_pb2
 from protos.wire.errors import NotFound, Unavailable
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _ENCODE_ATTEMPTS: Final = 3
 _ENCODE_BACKOFF_SECONDS: Final = 0.1
@@ -31,6 +33,10 @@ class LineModel:
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     vocab_size: int
+    # Where a request is silent.
+    generation_defaults: tokenizer_pb2.GenerationDefaults = field(
+        default_factory=tokenizer_pb2.GenerationDefaults
+    )
 
     @property
     def system_fingerprint(self) -> str:
@@ -100,10 +106,19 @@ class Lanes:
             eos_token_ids=tuple(tokenizer_status.eos_token_ids),
             max_model_len=min(status.max_model_len for status in engine_statuses),
             vocab_size=min(status.vocab_size for status in engine_statuses),
+            generation_defaults=tokenizer_status.generation_defaults,
         )
 
     async def encode(self, request: tokenizer_pb2.EncodeRequest) -> Sequence[int]:
-        """Token ids of a prompt, from tokenizers in turn; another is tried when one is away."""
+        """Token ids of a prompt."""
+        return await self._ask_a_tokenizer(lambda lane: lane.encode(request))
+
+    async def decode(self, request: tokenizer_pb2.DecodeRequest) -> str:
+        """The text of token ids."""
+        return await self._ask_a_tokenizer(lambda lane: lane.decode(request))
+
+    async def _ask_a_tokenizer(self, ask: Callable[[TokenizerLane], Awaitable[T]]) -> T:
+        """Asks the tokenizers in turn; another is tried when one is away."""
         unavailable = Unavailable("No tokenizer is ready; try again.", code="not_ready")
         for _ in range(_ENCODE_ATTEMPTS):
             ready = self._ready(self._tokenizers)
@@ -111,7 +126,7 @@ class Lanes:
                 break
             self._num_encodes += 1
             try:
-                return await ready[self._num_encodes % len(ready)].encode(request)
+                return await ask(ready[self._num_encodes % len(ready)])
             except Unavailable as error:
                 unavailable = error
                 await asyncio.sleep(_ENCODE_BACKOFF_SECONDS)

@@ -6,7 +6,7 @@ from typing import Final
 
 from gateway.metrics import Metrics
 from gateway.records import RequestRecord, Stage
-from protos.wire.errors import RequestCancelled, TokenlineError
+from protos.wire.errors import RequestCancelled, RequestTimeout, TokenlineError
 
 _ORDER: Final = {stage: order for order, stage in enumerate(Stage)}
 
@@ -21,7 +21,9 @@ class LiveRequest:
         self.cancel_requested = False
         self._metrics = metrics
         self._save = save
+        self.timed_out = False
         self._on_cancel: Callable[[], None] | None = None
+        self._on_timeout: Callable[[], None] | None = None
         # Unix time of the start, advanced by the monotonic clock: stages never go backwards.
         self._started_at = time.time()
         self._started = time.monotonic()
@@ -75,6 +77,18 @@ class LiveRequest:
             if self._on_cancel is not None:
                 self._on_cancel()
 
+    def on_timeout(self, action: Callable[[], None]) -> None:
+        """What the end of the request's time does from now on; done at once when it is over."""
+        self._on_timeout = action
+        if self.timed_out:
+            action()
+
+    def time_out(self) -> None:
+        """The request's time is over."""
+        self.timed_out = True
+        if self._on_timeout is not None:
+            self._on_timeout()
+
     def finish(self, reason: str) -> None:
         """The end; only the first one counts."""
         record = self.record
@@ -90,6 +104,7 @@ class LiveRequest:
         if isinstance(error, RequestCancelled):
             self.finish("cancelled")
             return
+        reason = "timeout" if isinstance(error, RequestTimeout) else "error"
         self.record.error_code = error.code or None
         self.record.error_message = error.message
-        self.finish("error")
+        self.finish(reason)

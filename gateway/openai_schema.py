@@ -1,188 +1,48 @@
-"""Request bodies of the OpenAI API, and the only home of their defaults and ranges.
+"""Request bodies of the OpenAI API: what each endpoint adds to the shared fields.
 
-Unknown fields are ignored. A known field whose effect does not exist here is refused unless its
-value asks for nothing (`_NEUTRAL_VALUES`). Null means absent everywhere.
+See generation_fields.py for the shared ones and for what holds of all.
 """
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
 from msgspec import Meta
 
+from gateway.field_checks import invalid_value
+from gateway.generation_fields import (
+    NEUTRAL_VALUES,
+    GenerationFields,
+    NeutralValues,
+    NumChoices,
+    TokenCount,
+    TokenCountOrNone,
+    TokenId,
+)
 from protos.common.v1 import common_pb2
-from protos.wire.errors import InvalidRequest
+from protos.tokenizer.v1 import tokenizer_pb2
 
-MAX_STOP_STRINGS: Final = 16
-MAX_CHOICES_PER_PROMPT: Final = 128
 MAX_CHOICES_PER_REQUEST: Final = 1024
 
-_INT64 = Meta(ge=-(1 << 63), le=(1 << 63) - 1)
-_TOKEN_ID = Meta(ge=0, le=(1 << 32) - 1)
-
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-TokenCount = Annotated[int, Meta(ge=1, le=(1 << 32) - 1)]
-
-# The values, besides null, that ask for nothing of each field that is not supported.
-_NEUTRAL_VALUES: Final[dict[str, tuple[object, ...]]] = {
-    "add_generation_prompt": (True,),
-    "allowed_token_ids": ([],),
+# The values, besides null, that ask for nothing of each field that the endpoint does not support.
+_NEUTRAL_IN_CHATS: Final[NeutralValues] = {
+    **NEUTRAL_VALUES,
     "audio": (),
-    "bad_words": ([],),
     "chat_template": (),
-    "continue_final_message": (False,),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
-    "priority": (0,),
-    "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "stop_token_ids": ([],),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "timeout": (),
     "tool_choice": ("none", "auto"),
     "web_search_options": (),
 }
-
-
-class StreamOptions(msgspec.Struct, kw_only=True):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-
-
-class UnsupportedFields(msgspec.Struct, kw_only=True):
-    """Fields of both endpoints that are read only to be refused."""
-
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    echo: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    logit_bias: Any = None
-    min_tokens: Any = None
-    priority: Any = None
-    prompt_logprobs: Any = None
-    response_format: Any = None
-    stop_token_ids: Any = None
-    structured_outputs: Any = None
-    timeout: Any = None
-
-
-class GenerationFields(UnsupportedFields, kw_only=True):
-    """What both endpoints share."""
-
-    model: str
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: TokenCount | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Annotated[int, _INT64] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES_PER_PROMPT)] | None = None
-    stop: str | list[str] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    cache_salt: str | None = None
-
-    @property
-    def streams(self) -> bool:
-        return bool(self.stream)
-
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def num_choices(self) -> int:
-        """Choices per prompt."""
-        return 1 if self.n is None else self.n
-
-    @property
-    def token_limit(self) -> tuple[str, int | None]:
-        """The field that bounds a choice's tokens, and its value; None is all the room there is."""
-        return "max_tokens", self.max_tokens
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
-    def skips_special_tokens(self) -> bool:
-        return self.skip_special_tokens is not False
-
-    def sampling(self) -> common_pb2.SamplingParameters:
-        """All but what the model and the prompt decide: seed, max_tokens and EOS tokens."""
-        top_p = _or(self.top_p, 1.0)
-        return common_pb2.SamplingParameters(
-            # The likeliest token alone is what a nucleus of no mass comes to.
-            temperature=_or(self.temperature, 1.0) if top_p > 0 else 0.0,
-            top_p=top_p if top_p > 0 else 1.0,
-            top_k=max(0, _or(self.top_k, 0)),
-            min_p=_or(self.min_p, 0.0),
-            repetition_penalty=_or(self.repetition_penalty, 1.0),
-            presence_penalty=_or(self.presence_penalty, 0.0),
-            frequency_penalty=_or(self.frequency_penalty, 0.0),
-        )
-
-    def check(self) -> None:
-        """What the types cannot say. Raises InvalidRequest."""
-        self._refuse_unsupported()
-        if self.stream_options is not None:
-            if not self.streams:
-                raise InvalidRequest(
-                    "`stream_options` is only allowed when `stream` is true.",
-                    code="invalid_value",
-                    param="stream_options",
-                )
-            if self.stream_options.continuous_usage_stats:
-                raise _unsupported("stream_options.continuous_usage_stats", (False,))
-        if len(self.stop_strings) > MAX_STOP_STRINGS:
-            raise InvalidRequest(
-                f"`stop` has {len(self.stop_strings)} strings; at most {MAX_STOP_STRINGS} are "
-                "allowed.",
-                code="invalid_value",
-                param="stop",
-            )
-        for index, text in enumerate(self.stop_strings):
-            if not text:
-                raise InvalidRequest(
-                    "A stop string must not be empty.",
-                    code="invalid_value",
-                    param="stop" if isinstance(self.stop, str) else f"stop[{index}]",
-                )
-
-    def _refuse_unsupported(self) -> None:
-        for name in self.__struct_fields__:
-            if name not in _NEUTRAL_VALUES:
-                continue
-            value = getattr(self, name)
-            neutral = _NEUTRAL_VALUES[name]
-            # Types count too: in Python 0 == False.
-            if value is None or any(type(value) is type(n) and value == n for n in neutral):
-                continue
-            raise _unsupported(name, neutral)
+_NEUTRAL_IN_COMPLETIONS: Final[NeutralValues] = {**NEUTRAL_VALUES, "suffix": ("",)}
 
 
 class ChatCompletionRequest(GenerationFields, kw_only=True):
     """POST /v1/chat/completions. `messages` and `tools` are checked in chat_messages.py."""
+
+    neutral_values: ClassVar[NeutralValues] = _NEUTRAL_IN_CHATS
 
     messages: msgspec.Raw
     max_completion_tokens: TokenCount | None = None
@@ -191,11 +51,12 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     tools: msgspec.Raw = msgspec.Raw(b"null")
     chat_template_kwargs: dict[str, Any] | None = None
     tool_choice: Any = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
-    add_generation_prompt: Any = None
     audio: Any = None
     chat_template: Any = None
-    continue_final_message: Any = None
+    echo: Any = None
     function_call: Any = None
     functions: Any = None
     modalities: Any = None
@@ -208,8 +69,17 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
             return "max_tokens", self.max_tokens
         return "max_completion_tokens", self.max_completion_tokens
 
-    def sampling(self) -> common_pb2.SamplingParameters:
-        sampling = GenerationFields.sampling(self)
+    @property
+    def adds_generation_prompt(self) -> bool:
+        """By default, unless the last message is to be continued."""
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
+
+    def sampling(
+        self, vocab_size: int, defaults: tokenizer_pb2.GenerationDefaults
+    ) -> common_pb2.SamplingParameters:
+        sampling = GenerationFields.sampling(self, vocab_size, defaults)
         sampling.logprobs = bool(self.logprobs)
         sampling.top_logprobs = self.top_logprobs or 0
         return sampling
@@ -217,36 +87,61 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     def check(self) -> None:
         GenerationFields.check(self)
         if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidRequest(
-                "`top_logprobs` is only allowed when `logprobs` is true.",
-                code="invalid_value",
-                param="top_logprobs",
+            raise invalid_value(
+                "`top_logprobs` is only allowed when `logprobs` is true.", "top_logprobs"
+            )
+        if self.continue_final_message and self.add_generation_prompt:
+            raise invalid_value(
+                "`continue_final_message` and `add_generation_prompt` exclude each other.",
+                "continue_final_message",
             )
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
     """POST /v1/completions."""
 
+    neutral_values: ClassVar[NeutralValues] = _NEUTRAL_IN_COMPLETIONS
+
     # A string, a list of strings, a list of token ids, or a list of lists of token ids.
-    prompt: str | list[str | Annotated[int, _TOKEN_ID] | list[Annotated[int, _TOKEN_ID]]]
+    prompt: str | list[str | TokenId | list[TokenId]]
+    # Zero only to echo the prompt.
+    max_tokens: TokenCountOrNone | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
-    best_of: Annotated[int, Meta(ge=1)] | None = None
+    best_of: NumChoices | None = None
+    echo: bool | None = None
     suffix: Any = None
 
-    def sampling(self) -> common_pb2.SamplingParameters:
-        sampling = GenerationFields.sampling(self)
-        sampling.logprobs = self.logprobs is not None
+    @property
+    def num_choices(self) -> int:
+        return self.num_returned if self.best_of is None else self.best_of
+
+    @property
+    def num_returned(self) -> int:
+        """Choices per prompt that the answer has: the best of those drawn."""
+        return 1 if self.n is None else self.n
+
+    def sampling(
+        self, vocab_size: int, defaults: tokenizer_pb2.GenerationDefaults
+    ) -> common_pb2.SamplingParameters:
+        sampling = GenerationFields.sampling(self, vocab_size, defaults)
+        # The best are found by their log-probabilities.
+        sampling.logprobs = self.logprobs is not None or self.num_choices > self.num_returned
         sampling.top_logprobs = self.logprobs or 0
+        if self.echo and self.logprobs is not None:
+            sampling.prompt_logprobs = True
+            sampling.top_prompt_logprobs = max(self.logprobs, self.prompt_logprobs or 0)
         return sampling
 
     def check(self) -> None:
         GenerationFields.check(self)
-        if self.best_of is not None and self.best_of != self.num_choices:
-            raise InvalidRequest(
-                "`best_of` is supported only when it equals `n`.",
-                code="unsupported_value",
-                param="best_of",
+        if self.num_choices < self.num_returned:
+            raise invalid_value("`best_of` must not be less than `n`.", "best_of")
+        if self.num_choices > self.num_returned and self.streams:
+            raise invalid_value(
+                "`best_of` greater than `n` is not allowed when `stream` is true.", "best_of"
             )
+        if self.max_tokens == 0 and not self.echo:
+            raise invalid_value("`max_tokens` may be 0 only with `echo`.", "max_tokens")
 
     def prompts(self) -> list[str] | list[tuple[int, ...]]:
         """One entry per prompt, all of one kind. Raises InvalidRequest."""
@@ -259,28 +154,15 @@ class CompletionRequest(GenerationFields, kw_only=True):
         elif all(isinstance(entry, list) for entry in self.prompt):
             prompts = [tuple(entry) for entry in self.prompt if isinstance(entry, list)]
         else:
-            raise _bad_prompt("`prompt` mixes strings, token ids and lists of token ids.")
+            raise invalid_value(
+                "`prompt` mixes strings, token ids and lists of token ids.", "prompt"
+            )
         if not prompts or not all(isinstance(prompt, str) or prompt for prompt in prompts):
-            raise _bad_prompt("`prompt` must not be empty.")
+            raise invalid_value("`prompt` must not be empty.", "prompt")
         if len(prompts) * self.num_choices > MAX_CHOICES_PER_REQUEST:
-            raise _bad_prompt(
-                f"Prompts times `n` come to {len(prompts) * self.num_choices} choices; at most "
-                f"{MAX_CHOICES_PER_REQUEST} are allowed."
+            raise invalid_value(
+                f"Prompts times choices come to {len(prompts) * self.num_choices}; at most "
+                f"{MAX_CHOICES_PER_REQUEST} are allowed.",
+                "prompt",
             )
         return prompts  # type: ignore[no-any-return]
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
-def _bad_prompt(message: str) -> InvalidRequest:
-    return InvalidRequest(message, code="invalid_value", param="prompt")
-
-
-def _unsupported(param: str, neutral: tuple[object, ...]) -> InvalidRequest:
-    allowed = " or ".join(msgspec.json.encode(value).decode() for value in neutral)
-    message = f"`{param}` is not supported by this server" + (
-        f" with a value other than {allowed}." if allowed else "."
-    )
-    return InvalidRequest(message, code="unsupported_value", param=param)

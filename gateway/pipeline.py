@@ -1,18 +1,28 @@
 """The whole line of a request on one screen: admit → encode → route → generate → record."""
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import NamedTuple
 
 from gateway.admission import Admission
-from gateway.generation import Generation
+from gateway.bad_words import banned_sequences
+from gateway.generation import Generation, timed_out
 from gateway.interruption import Interruptible
-from gateway.job import Job, Prompt, choice_seed
+from gateway.job import Job, choice_seed
 from gateway.lanes import Lanes
 from gateway.live_request import LiveRequest
 from gateway.metrics import Metrics
 from protos.common.v1 import common_pb2
 from protos.detok.v1 import detok_pb2
 from protos.wire.errors import InvalidRequest, RequestCancelled
+
+
+class _Encoded(NamedTuple):
+    """Token ids of each prompt, and the token sequences of the bad words."""
+
+    prompts: list[Sequence[int]]
+    bad_words: list[common_pb2.TokenSequence]
 
 
 class Pipeline:
@@ -28,62 +38,88 @@ class Pipeline:
         """The job's sequences, started. Leaving the block early aborts them; the end is recorded,
         and so is every error on the way.
         """
-        with self._admission.admit(job) as request:
-            prompts = await self._encode(job, request)
-            rooms = [_max_tokens(job, len(token_ids)) for token_ids in prompts]
-            async with Generation(request, self._metrics) as generation:
-                for token_ids, max_tokens in zip(prompts, rooms, strict=True):
-                    self._start(job, token_ids, max_tokens, generation)
+        with (
+            self._admission.admit(job) as request,
+            _called_after(job.timeout_seconds, request.time_out),
+        ):
+            encoded = await self._encode(job, request)
+            rooms = [_max_tokens(job, len(token_ids)) for token_ids in encoded.prompts]
+            async with Generation(
+                request, self._metrics, prompt_only=job.max_tokens == 0
+            ) as generation:
+                for token_ids, max_tokens in zip(encoded.prompts, rooms, strict=True):
+                    record = _record(job, token_ids, max_tokens, encoded.bad_words)
+                    self._start(job, record, generation)
                 request.note_route(generation.engines, generation.detoks)
                 request.on_cancel(generation.abort)
+                request.on_timeout(generation.time_out)
                 yield generation
 
-    async def _encode(self, job: Job, request: LiveRequest) -> list[Sequence[int]]:
-        """Token ids of each prompt; a cancel ends it."""
+    async def _encode(self, job: Job, request: LiveRequest) -> _Encoded:
+        """What the tokenizer makes of the job; a cancel or a timeout ends it."""
         async with Interruptible() as encoding:
             request.on_cancel(
                 lambda: encoding.interrupt(
                     RequestCancelled("The request was cancelled.", code="request_cancelled")
                 )
             )
-            prompts = [await self._encode_prompt(job, prompt) for prompt in job.prompts]
-        request.count_prompt_tokens(sum(map(len, prompts)))
-        return prompts
-
-    async def _encode_prompt(self, job: Job, prompt: Prompt) -> Sequence[int]:
-        if not isinstance(prompt, tuple):
-            return await self._lanes.encode(prompt)
-        unknown = next((token for token in prompt if token >= job.model.vocab_size), None)
-        if unknown is not None:
-            raise InvalidRequest(
-                f"Token id {unknown} is outside the vocabulary of {job.model.vocab_size}.",
-                code="invalid_value",
-                param=job.prompt_param,
+            request.on_timeout(lambda: encoding.interrupt(timed_out()))
+            prompts = [
+                prompt if isinstance(prompt, tuple) else await self._lanes.encode(prompt)
+                for prompt in job.prompts
+            ]
+            bad_words = await banned_sequences(
+                job.bad_words, job.model.vocab_size, self._lanes.encode
             )
-        return prompt
+        request.count_prompt_tokens(sum(map(len, prompts)))
+        return _Encoded(prompts, bad_words)
 
-    def _start(
-        self, job: Job, token_ids: Sequence[int], max_tokens: int, generation: Generation
-    ) -> None:
+    def _start(self, job: Job, record: common_pb2.GenerationRecord, generation: Generation) -> None:
         """Begins every choice of one prompt, all on one engine: they share the prompt's KV."""
-        engine, detok = self._lanes.route(token_ids, job.cache_salt)
+        engine, detok = self._lanes.route(record.prompt_token_ids, job.cache_salt)
         for choice in range(job.num_choices):
-            submit = _submit(job, token_ids, generation.num_choices, max_tokens, engine.address)
+            submit = _submit(job, record, generation.num_choices, engine.address)
             generation.start(submit, engine, detok, is_first_choice=choice == 0)
 
 
-def _submit(
-    job: Job, token_ids: Sequence[int], index: int, max_tokens: int, engine_address: str
-) -> detok_pb2.Submit:
-    """The record of choice `index`, complete: any engine can run it from here (DESIGN rule 6)."""
+@contextmanager
+def _called_after(seconds: float | None, action: Callable[[], None]) -> Iterator[None]:
+    """Calls `action` if the block takes so long; None for never."""
+    if seconds is None:
+        yield
+        return
+    timer = asyncio.get_running_loop().call_later(seconds, action)
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _record(
+    job: Job,
+    token_ids: Sequence[int],
+    max_tokens: int,
+    bad_words: Sequence[common_pb2.TokenSequence],
+) -> common_pb2.GenerationRecord:
+    """What the choices of one prompt have in common: all but the seed."""
     record = common_pb2.GenerationRecord(
-        prompt_token_ids=token_ids, sampling=job.sampling, cache_salt=job.cache_salt
+        prompt_token_ids=token_ids,
+        sampling=job.sampling,
+        priority=job.priority,
+        cache_salt=job.cache_salt,
     )
-    record.sampling.seed = choice_seed(job.seed, index)
     record.sampling.max_tokens = max_tokens
+    record.sampling.bad_words.extend(bad_words)
     if not job.ignore_eos:
         record.sampling.eos_token_ids.extend(job.model.eos_token_ids)
-    return detok_pb2.Submit(
+    return record
+
+
+def _submit(
+    job: Job, record: common_pb2.GenerationRecord, index: int, engine_address: str
+) -> detok_pb2.Submit:
+    """Choice `index`, complete: any engine can run it from here (DESIGN rule 6)."""
+    submit = detok_pb2.Submit(
         request_id=job.request_id,
         traceparent=job.traceparent,
         record=record,
@@ -92,6 +128,8 @@ def _submit(
         include_stop_str_in_output=job.include_stop_str_in_output,
         skip_special_tokens=job.skip_special_tokens,
     )
+    submit.record.sampling.seed = choice_seed(job.seed, index)
+    return submit
 
 
 def _max_tokens(job: Job, num_prompt_tokens: int) -> int:
@@ -110,8 +148,8 @@ def _max_tokens(job: Job, num_prompt_tokens: int) -> int:
             param=job.prompt_param,
         )
     if job.max_tokens is None:
-        return room
-    if job.max_tokens > room:
+        max_tokens = min(room, job.model.generation_defaults.max_new_tokens or room)
+    elif job.max_tokens > room:
         raise InvalidRequest(
             f"This model's maximum context length is {limit} tokens. You asked for "
             f"{num_prompt_tokens + job.max_tokens} tokens ({num_prompt_tokens} in the prompt, "
@@ -119,4 +157,14 @@ def _max_tokens(job: Job, num_prompt_tokens: int) -> int:
             code="context_length_exceeded",
             param=job.max_tokens_param,
         )
-    return job.max_tokens
+    else:
+        max_tokens = job.max_tokens
+    if job.sampling.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"`min_tokens` is {job.sampling.min_tokens}, but the answer has at most {max_tokens} "
+            "tokens.",
+            code="invalid_value",
+            param="min_tokens",
+        )
+    # An engine computes a prompt only to sample a token after it.
+    return max(1, max_tokens)

@@ -18,7 +18,7 @@ EOS_TOKEN_IDS = (257,)
 class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     """TokenizerService; a chat is its contents one after the other.
 
-    `error` is raised by Encode when set; `gate` must be set for Encode to answer. `encoded` records
+    `defaults` are the model's own. `error` is raised by Encode when set; `gate` must be set for Encode to answer. `encoded` records
     the requests.
     """
 
@@ -28,6 +28,7 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self.gate = asyncio.Event()
         self.gate.set()
         self.encoded: list[tokenizer_pb2.EncodeRequest] = []
+        self.defaults = tokenizer_pb2.GenerationDefaults()
 
     async def Encode(
         self, request: tokenizer_pb2.EncodeRequest, context: Any
@@ -53,12 +54,18 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         text = bytes(request.token_ids).decode(errors="replace")
         return tokenizer_pb2.DecodeResponse(text=text)
 
+    async def Decode(
+        self, request: tokenizer_pb2.DecodeRequest, context: Any
+    ) -> tokenizer_pb2.DecodeResponse:
+        return tokenizer_pb2.DecodeResponse(text=bytes(request.token_ids).decode())
+
     async def GetStatus(self, request: Any, context: Any) -> tokenizer_pb2.GetStatusResponse:
         return tokenizer_pb2.GetStatusResponse(
             model=self.model,
             eos_token_ids=EOS_TOKEN_IDS,
             context_length=4096,
             has_chat_template=True,
+            generation_defaults=self.defaults,
         )
 
     async def GetTokenizer(self, request: Any, context: Any) -> Any:

@@ -74,7 +74,9 @@ def test_chat(generation: tuple[list[detok_pb2.Output], list[detok_pb2.Output]])
     outputs, merged = generation
     body = ChatCompletionRequest(model="m", messages=b"[]", logprobs=True)  # type: ignore[arg-type]
     form = ChatForm("id", MODEL, body)
-    chunks = [event["choices"][0] for one in merged for event in events(form.output_events(0, one))]
+    chunks = [
+        event["choices"][0] for one in merged for event in events(form.output_events(0, one, USAGE))
+    ]
     whole = whole_choice(form, outputs)
     assert "".join(joined(chunks, "delta", "content")) == whole["message"]["content"]
     assert joined(chunks, "logprobs", "content") == whole["logprobs"]["content"]
@@ -87,7 +89,9 @@ def test_chat(generation: tuple[list[detok_pb2.Output], list[detok_pb2.Output]])
 def test_completions(generation: tuple[list[detok_pb2.Output], list[detok_pb2.Output]]) -> None:
     outputs, merged = generation
     form = CompletionForm("id", MODEL, CompletionRequest(model="m", prompt="p", logprobs=1))
-    chunks = [event["choices"][0] for one in merged for event in events(form.output_events(0, one))]
+    chunks = [
+        event["choices"][0] for one in merged for event in events(form.output_events(0, one, USAGE))
+    ]
     whole = whole_choice(form, outputs)
     assert "".join(joined(chunks, "text")) == whole["text"]
     for name, values in whole["logprobs"].items():
