@@ -20,16 +20,16 @@ _MAX_UNFINISHED_BYTES: Final = 3
 
 
 class IncrementalDecoder(ABC):
-    """The decoder of one sequence.
+    """The decoder of one sequence. pieces: TokenBytes.decoding_pieces.
 
     The work per token is constant, amortised, and of a prompt only its ends are looked at.
     """
 
     def __init__(
-        self, tokens: TokenBytes, skip_special_tokens: bool, prompt_token_ids: Sequence[int]
+        self, tokens: TokenBytes, pieces: list[Piece], prompt_token_ids: Sequence[int]
     ) -> None:
         self._tokens = tokens
-        self._pieces = tokens.shown_pieces if skip_special_tokens else tokens.pieces
+        self._pieces = pieces
         # The beginning of prompt + output is special in two ways, until it has passed.
         self._num_strip_left = tokens.steps.num_strip_left
         self._drops_first = bool(tokens.steps.first_token_drops)
@@ -125,10 +125,10 @@ class ByteLevelDecoder(IncrementalDecoder):
     """
 
     def __init__(
-        self, tokens: TokenBytes, skip_special_tokens: bool, prompt_token_ids: Sequence[int]
+        self, tokens: TokenBytes, pieces: list[Piece], prompt_token_ids: Sequence[int]
     ) -> None:
         self._unfinished = b""
-        super().__init__(tokens, skip_special_tokens, prompt_token_ids)
+        super().__init__(tokens, pieces, prompt_token_ids)
 
     def decode(self, token_id: int) -> list[str]:
         pieces = self._pieces
@@ -180,14 +180,14 @@ class ByteFallbackDecoder(IncrementalDecoder):
     """
 
     def __init__(
-        self, tokens: TokenBytes, skip_special_tokens: bool, prompt_token_ids: Sequence[int]
+        self, tokens: TokenBytes, pieces: list[Piece], prompt_token_ids: Sequence[int]
     ) -> None:
         # Texts of the run's tokens if it proves to be UTF-8; None for a token that adds nothing.
         self._run: list[str | None] = []
         self._unfinished = b""
         self._in_broken_run = False
         self._num_prompt_tokens_in_run = 0
-        super().__init__(tokens, skip_special_tokens, prompt_token_ids)
+        super().__init__(tokens, pieces, prompt_token_ids)
 
     def decode(self, token_id: int) -> list[str]:
         pieces = self._pieces
@@ -279,9 +279,16 @@ def _common_prefix_length(first: str, second: str) -> int:
 
 
 def make_decoder(
-    tokens: TokenBytes, skip_special_tokens: bool, prompt_token_ids: Sequence[int]
+    tokens: TokenBytes,
+    skip_special_tokens: bool,
+    prompt_token_ids: Sequence[int],
+    shown_control_tokens: Sequence[str] = (),
 ) -> IncrementalDecoder:
-    """The decoder of a sequence that goes on after `prompt_token_ids`."""
+    """The decoder of a sequence that goes on after `prompt_token_ids`.
+
+    Control tokens whose texts are in `shown_control_tokens` are not skipped.
+    """
+    pieces = tokens.decoding_pieces(skip_special_tokens, shown_control_tokens)
     if tokens.steps.joining is Joining.BYTE_LEVEL:
-        return ByteLevelDecoder(tokens, skip_special_tokens, prompt_token_ids)
-    return ByteFallbackDecoder(tokens, skip_special_tokens, prompt_token_ids)
+        return ByteLevelDecoder(tokens, pieces, prompt_token_ids)
+    return ByteFallbackDecoder(tokens, pieces, prompt_token_ids)

@@ -105,7 +105,12 @@ def _assembler_factory(
 
     def new_assembler() -> TextAssembler:
         return TextAssembler(
-            make_decoder(tokens, submit.skip_special_tokens, submit.record.prompt_token_ids),
+            make_decoder(
+                tokens,
+                submit.skip_special_tokens,
+                submit.record.prompt_token_ids,
+                submit.shown_control_tokens,
+            ),
             None if automaton is None else StopStrings(automaton),
             includes_stop=includes_stop,
             endings=endings,

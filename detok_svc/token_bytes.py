@@ -1,6 +1,6 @@
 """The static bytes of every token, read from the serialised tokenizer; shared by all sequences."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -66,6 +66,23 @@ class TokenBytes:
             self.shown_pieces[token_id] = None
         self._first_pieces = _first_pieces(self.steps, tokens)
         self._special_by_text = {self.text(token_id): token_id for token_id in self.special_ids}
+        # By the special tokens that are shown though others are not: a few sets for all requests.
+        self._partly_shown: dict[frozenset[int], list[Piece]] = {frozenset(): self.shown_pieces}
+
+    def decoding_pieces(
+        self, skip_special_tokens: bool, shown_control_tokens: Sequence[str] = ()
+    ) -> list[Piece]:
+        """The list for one way of decoding; `shown_control_tokens` are texts not to be skipped."""
+        if not skip_special_tokens:
+            return self.pieces
+        found = (self.special_token_of(text) for text in shown_control_tokens)
+        shown = frozenset(token_id for token_id in found if token_id is not None)
+        if shown not in self._partly_shown:
+            pieces = list(self.shown_pieces)
+            for token_id in shown:
+                pieces[token_id] = self.pieces[token_id]
+            self._partly_shown[shown] = pieces
+        return self._partly_shown[shown]
 
     def first_piece(self, token_id: int) -> str:
         """The text of a token that is the first of its text (DecoderSteps.first_token_drops)."""

@@ -70,9 +70,11 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
         kind = request.WhichOneof("input")
         if kind == "chat":
             prompt = await self._render(request.chat)
-            return await self._respond(
+            response = await self._respond(
                 lambda: self._encoder.encode_prompt(prompt), request.return_token_strings
             )
+            response.in_reasoning = prompt.text.rstrip().endswith("<think>")
+            return response
         if kind == "text":
             text = request.text
             return await self._respond(

@@ -9,7 +9,7 @@ from detok_svc.decoder_steps import byte_level_alphabet, byte_token_value, read_
 from detok_svc.token_bytes import TokenBytes
 from protos.wire.errors import StartupError
 from tests.fakes.detok_line import token_bytes
-from tests.fakes.tiny_tokenizers import IM_END, byte_fallback, byte_level
+from tests.fakes.tiny_tokenizers import IM_END, IM_START, byte_fallback, byte_level
 
 
 def test_the_byte_alphabet_is_the_librarys() -> None:
@@ -31,6 +31,15 @@ def test_byte_level_tokens_are_text_where_they_are_whole_characters() -> None:
     assert tokens.shown_pieces[IM_END] is None
     assert tokens.token_bytes(172) == b"\xf0" and tokens.text(172) == r"\xf0"
     assert tokens.token_bytes(10_000) == b"" and tokens.text(10_000) == ""
+
+
+def test_chosen_control_tokens_can_be_shown() -> None:
+    tokens = token_bytes(byte_level())
+    shown = tokens.decoding_pieces(True, ["<|im_end|>", "no token"])
+    assert shown[IM_END] == "<|im_end|>" and shown[IM_START] is None
+    assert tokens.decoding_pieces(True, ["<|im_end|>"]) is shown
+    assert tokens.decoding_pieces(True) is tokens.shown_pieces
+    assert tokens.decoding_pieces(False, ["<|im_end|>"]) is tokens.pieces
 
 
 def test_byte_fallback_tokens_are_bytes_and_texts_with_blanks() -> None:

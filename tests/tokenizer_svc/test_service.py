@@ -106,6 +106,14 @@ async def test_chats_and_texts_are_encoded() -> None:
         assert list((await stub.Encode(text("a<|im_end|>"))).token_ids) == [64, IM_END]
 
 
+async def test_a_prompt_that_opens_thoughts_says_so() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '<think>\\n' if opens }}"
+    async with serving(template=template) as stub:
+        opened = chat("a", template_kwargs_json=b'{"opens": true}')
+        assert (await stub.Encode(opened)).in_reasoning
+        assert not (await stub.Encode(chat("<think>b"))).in_reasoning
+
+
 async def test_the_tokens_themselves_come_where_asked_for() -> None:
     async with serving() as stub:
         request = text("a é<|im_end|>")
