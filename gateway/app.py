@@ -9,10 +9,13 @@ from typing import Final, Self
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from gateway import chat_completions, completions
 from gateway.admission import Admission
+from gateway.api_keys import ApiKeys
+from gateway.authentication import Authentication
 from gateway.chat_completions import ChatCompletions
 from gateway.completions import Completions
 from gateway.edge import Edge
@@ -28,23 +31,11 @@ from gateway.requests_api import Requests
 from gateway.settings import Settings
 from protos.wire.errors import TokenlineError
 
-_METRIC_LABELS: Final = {
-    **{
-        path: path
-        for path in (
-            "/",
-            "/healthz",
-            "/readyz",
-            "/metrics",
-            chat_completions.PATH,
-            completions.PATH,
-            "/v1/models",
-            "/v1/requests",
-        )
-    },
-    "/v1/models/": "/v1/models/{model}",
-    "/v1/requests/": "/v1/requests/{request_id}",
-}
+# Those who check on this process have no key.
+_OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})
+_METRICS_PATH: Final = "/metrics"
+# Pages that people open in a browser.
+_BROWSED_PATHS: Final = frozenset({"/", "/docs", "/openapi.json"})
 
 
 class Gateway:
@@ -111,7 +102,7 @@ class Gateway:
                 Route("/metrics", health.metrics, methods=["GET"]),
                 Route("/", health.about, methods=["GET"]),
             ],
-            middleware=[Middleware(Edge, metrics=self.metrics, labels=_METRIC_LABELS)],
+            middleware=self._middleware(settings),
             exception_handlers={
                 TokenlineError: answer_typed_error,
                 HTTPException: answer_http_exception,
@@ -119,3 +110,22 @@ class Gateway:
         )
         app.router.redirect_slashes = False
         return app
+
+    def _middleware(self, settings: Settings) -> list[Middleware]:
+        """From the outside in: browsers ask for CORS before they show a key."""
+        open_paths = _OPEN_PATHS | ({_METRICS_PATH} if settings.public_metrics else set())
+        keys = ApiKeys(settings.api_keys) if settings.api_keys is not None else None
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+        return [
+            Middleware(Edge, metrics=self.metrics),
+            *([cors] if settings.cors_origins else []),
+            Middleware(
+                Authentication, keys=keys, open_paths=open_paths, browsed_paths=_BROWSED_PATHS
+            ),
+        ]

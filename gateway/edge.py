@@ -1,7 +1,6 @@
 """What every HTTP request passes through: its identity, the count of answers, the last resort."""
 
 import logging
-from collections.abc import Mapping
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -9,6 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.errors import error_response
 from gateway.identity import identify
 from gateway.metrics import Metrics
+from gateway.routes import metric_label
 from protos.wire.errors import InternalError
 from protos.wire.logs import request_context
 
@@ -16,12 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 class Edge:
-    """ASGI middleware. `labels` maps paths to metric labels; paths with an id count by prefix."""
+    """ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, labels: Mapping[str, str]) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
         self._metrics = metrics
-        self._labels = labels
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -30,14 +29,13 @@ class Edge:
         headers = Headers(scope=scope)
         identity = identify(headers.get("x-request-id"), headers.get("traceparent", ""))
         scope["state"]["identity"] = identity
-        label = self._label(scope["path"])
         started = False
 
         async def send_and_note(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                self._metrics.responses[label, message["status"]] += 1
+                self._metrics.responses[metric_label(scope), message["status"]] += 1
                 MutableHeaders(scope=message).setdefault("x-request-id", identity.request_id)
             await send(message)
 
@@ -50,9 +48,3 @@ class Edge:
                     raise
                 response = error_response(InternalError("The server failed on this request."))
                 await response(scope, receive, send_and_note)
-
-    def _label(self, path: str) -> str:
-        if path in self._labels:
-            return self._labels[path]
-        prefix, _, name = path.rpartition("/")
-        return self._labels.get(f"{prefix}/", "other") if prefix and name else "other"

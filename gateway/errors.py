@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from protos.common.v1 import common_pb2
 from protos.wire.errors import (
     InternalError,
     Overloaded,
@@ -30,6 +31,13 @@ _TYPES: Final[dict[type[TokenlineError], str]] = {
     RequestCancelled: "request_cancelled_error",
     InternalError: "server_error",
 }
+
+
+class Unauthorized(TokenlineError):
+    """The request carries no API key that is known."""
+
+    kind = common_pb2.ERROR_KIND_INVALID_REQUEST
+    http_status = 401
 
 
 class ClientDisconnected(RequestCancelled):

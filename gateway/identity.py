@@ -17,11 +17,15 @@ _ANSWER_PREFIXES: Final = ("chatcmpl-", "cmpl-")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """`given` is false when the client gave no usable x-request-id."""
+    """`given` is false when the client gave no usable x-request-id.
+
+    `tenant` is the name of the request's API key; empty where no keys are asked for.
+    """
 
     request_id: str
     traceparent: str
     given: bool
+    tenant: str = ""
 
 
 def identify(given_id: str | None, traceparent: str) -> Identity:

@@ -1,8 +1,19 @@
 """What a gateway can be told at its start."""
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from protos.wire.settings import REQUIRED, parse_size, setting
+
+
+def parse_origins(text: str) -> tuple[str, ...]:
+    """Origins as browsers send them, without a path; raises ValueError."""
+    origins = tuple(part.strip().rstrip("/") for part in text.split(",") if part.strip())
+    for origin in origins:
+        if origin != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin) is None:
+            raise ValueError(f"expected an origin such as https://example.org, got {origin!r}")
+    return origins
 
 
 @dataclass(frozen=True)
@@ -30,6 +41,17 @@ class Settings:
     )
     max_body_bytes: int = setting(
         16 << 20, "Largest request body, such as 16MiB.", parse=parse_size, minimum=1
+    )
+    api_keys: Path | None = setting(
+        None,
+        "A file of name:sha256-hex lines; requests then need one of these keys. "
+        "`python -m gateway.new_api_key NAME` makes one. Read again when it changes.",
+    )
+    public_metrics: bool = setting(False, "Whether /metrics needs no API key.")
+    cors_origins: tuple[str, ...] = setting(
+        (),
+        "Web pages that may call the API: https://host[,https://host…], or * for all.",
+        parse=parse_origins,
     )
     ping_seconds: float = setting(
         15.0, "A stream with nothing to say sends a comment this often.", minimum=0.01
