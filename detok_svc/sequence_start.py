@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from detok_svc.incremental_decoder import make_decoder
+from detok_svc.prompt_logprobs import PromptLogprobs
 from detok_svc.stop_strings import StopAutomata, StopStrings
 from detok_svc.text_assembler import TextAssembler
 from detok_svc.text_stream import TextStream
@@ -48,7 +49,12 @@ def start_sequence(
     token_ids = submit.record.output_token_ids
     new_assembler = _assembler_factory(submit, tokens, automata, control_stops)
     assembler, _ = _replay(new_assembler(), token_ids)
-    stream = TextStream(submit.sequence_id, assembler, control_stops)
+    stream = TextStream(
+        submit.sequence_id,
+        assembler,
+        control_stops,
+        prompt_logprobs=_prompt_logprobs(submit.record, tokens),
+    )
     if finish := _recorded_finish(submit.record, assembler):
         # The output that listed the last id held the last text too.
         last = stream.take(engine_pb2.Output(finish=finish))
@@ -69,6 +75,16 @@ def start_sequence(
     return SequenceStart(stream, _engine_submit(submit, num_settled, control_stops))
 
 
+def _prompt_logprobs(
+    record: common_pb2.GenerationRecord, tokens: TokenBytes
+) -> PromptLogprobs | None:
+    """None also where the record goes on: they were sent with its first token."""
+    is_asked = record.sampling.prompt_logprobs and record.prompt_token_ids
+    if not is_asked or record.output_token_ids:
+        return None
+    return PromptLogprobs(tokens, record.prompt_token_ids)
+
+
 def _engine_submit(
     submit: detok_pb2.Submit, num_settled: int, control_stops: Iterable[int]
 ) -> engine_pb2.Submit:
@@ -77,6 +93,8 @@ def _engine_submit(
         traceparent=child_traceparent(submit.traceparent),
         record=submit.record,
     )
+    if submit.record.output_token_ids:
+        engine_submit.record.sampling.prompt_logprobs = False
     del engine_submit.record.output_token_ids[num_settled:]
     stop_token_ids = engine_submit.record.sampling.stop_token_ids
     stop_token_ids.extend(sorted(set(control_stops) - set(stop_token_ids)))
@@ -113,6 +131,7 @@ def _assembler_factory(
             ),
             None if automaton is None else StopStrings(automaton),
             includes_stop=includes_stop,
+            min_tokens=sampling.min_tokens,
             endings=endings,
             logprobs=PendingLogprobs(tokens) if sampling.logprobs else None,
         )

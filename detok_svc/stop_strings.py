@@ -86,10 +86,12 @@ class StopStrings:
         """Characters taken and not released."""
         return len(self._held)
 
-    def push(self, text: str) -> tuple[str, str]:
+    def push(self, text: str, *, may_end: bool = True) -> tuple[str, str]:
         """Takes more text; returns the text it releases and the stop string that matched, or "".
 
         Text from the match on is neither released nor held. Nothing may be pushed after a match.
+        may_end: whether a match that ends in this text counts; one that only begins in it does
+        always.
         """
         automaton = self._automaton
         node = self._node
@@ -102,10 +104,13 @@ class StopStrings:
                 index = start.start()
             node = automaton.follow(node, text[index])
             index += 1
-            if stop := automaton.match[node]:
+            if may_end and (stop := automaton.match[node]):
                 released = (self._held + text[:index])[: -len(stop)]
                 self._held = ""
                 return released, stop
+        while not automaton.children[node]:
+            # A match that did not count: only what is shorter can still grow into one.
+            node = automaton.suffix[node]
         self._node = node
         whole = self._held + text if self._held else text
         num_held = automaton.depth[node]

@@ -20,6 +20,7 @@ class TextAssembler:
     settled when it cannot be part of a stop string. A token's log-probabilities are settled when
     it is known that the token is shown.
 
+    min_tokens: a stop string counts only where it ends after so many tokens.
     endings: tokens that end the sequence, which the decoder does not see, and what each is shown
     as: "" for not at all.
     logprobs: None when none were asked for.
@@ -31,16 +32,20 @@ class TextAssembler:
         stops: StopStrings | None,
         *,
         includes_stop: bool,
+        min_tokens: int,
         endings: Mapping[int, str],
         logprobs: PendingLogprobs | None,
     ) -> None:
         self._decoder = decoder
         self._stops = stops
         self._includes_stop = includes_stop
+        self._min_tokens = min_tokens
         self._endings = endings
         self._logprobs = logprobs
         # Tokens whose text is not known yet.
         self._held: list[tuple[int, detok_pb2.TokenLogprobs | None]] = []
+        # Tokens whose text is known.
+        self._num_placed = 0
         # Characters of the output so far, and of its settled text, that taken away included.
         self._num_characters = 0
         self.num_settled_characters = 0
@@ -115,6 +120,7 @@ class TextAssembler:
         breaks_character: bool,
     ) -> None:
         self.token_ids.append(token_id)
+        self._num_placed += 1
         if self._logprobs is not None:
             start = self._num_characters + (breaks_character and text.startswith(REPLACEMENT))
             adds_text = self._decoder.adds_text(token_id)
@@ -124,7 +130,9 @@ class TextAssembler:
     def _push(self, text: str) -> None:
         self._num_characters += len(text)
         if self._stops is not None:
-            text, self.stop_string = self._stops.push(text)
+            text, self.stop_string = self._stops.push(
+                text, may_end=self._num_placed > self._min_tokens
+            )
             if self.stop_string and self._includes_stop:
                 text += self.stop_string
         if text:

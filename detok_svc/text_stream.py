@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+from detok_svc.prompt_logprobs import PromptLogprobs
 from detok_svc.text_assembler import TextAssembler
 from protos.common.v1 import common_pb2
 from protos.detok.v1 import detok_pb2
@@ -20,6 +21,7 @@ class TextStream:
     continued elsewhere from the ids that they list, with text that goes on where theirs ends. All
     other ends flush.
 
+    prompt_logprobs: None when those of the prompt are not to be sent.
     control_stops: stop strings that a control token spells, by the token's id.
     repeated: ids of the record, after those in the assembler, that the engine makes again.
     num_sent_tokens, num_sent_characters: of what the assembler settles next, how much was sent
@@ -34,6 +36,7 @@ class TextStream:
         repeated: Sequence[int] = (),
         num_sent_tokens: int = 0,
         num_sent_characters: int = 0,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         self._sequence_id = sequence_id
         self._assembler = assembler
@@ -41,6 +44,7 @@ class TextStream:
         self._repeated = deque(repeated)
         self._num_sent_tokens = num_sent_tokens
         self._num_sent_characters = num_sent_characters
+        self._prompt_logprobs = prompt_logprobs
         self.finished = False
 
     def take(self, output: engine_pb2.Output) -> detok_pb2.Output | None:
@@ -59,10 +63,12 @@ class TextStream:
             result = self._end(finish)
         else:
             result = self._settled()
+        if self._prompt_logprobs is not None:
+            result.prompt_logprobs.extend(self._prompt_logprobs.take(output))
         if output.prefill_started:
             result.prefill_started = True
             result.num_cached_tokens = output.num_cached_tokens
-        elif not (result.token_ids or result.text or self.finished or result.logprobs):
+        elif not (result.token_ids or result.text or self.finished or _has_logprobs(result)):
             return None
         return result
 
@@ -126,6 +132,10 @@ class TextStream:
         return detok_pb2.Output(
             sequence_id=self._sequence_id, text=text, token_ids=token_ids, logprobs=logprobs
         )
+
+
+def _has_logprobs(output: detok_pb2.Output) -> bool:
+    return bool(output.logprobs or output.prompt_logprobs)
 
 
 def _diverged() -> common_pb2.Finish:

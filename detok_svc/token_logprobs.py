@@ -8,6 +8,28 @@ from protos.detok.v1 import detok_pb2
 from protos.engine.v1 import engine_pb2
 
 
+def with_texts(
+    tokens: TokenBytes, token_id: int, logprobs: engine_pb2.TokenLogprobs
+) -> detok_pb2.TokenLogprobs:
+    """The engine's log-probabilities of a token, with the texts of the tokens in it."""
+    return detok_pb2.TokenLogprobs(
+        token=token_entry(tokens, token_id, logprobs.logprob),
+        top=[
+            token_entry(tokens, top_id, logprob)
+            for top_id, logprob in zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
+        ],
+    )
+
+
+def token_entry(tokens: TokenBytes, token_id: int, logprob: float) -> detok_pb2.TokenLogprob:
+    return detok_pb2.TokenLogprob(
+        token_id=token_id,
+        text=tokens.text(token_id),
+        text_bytes=tokens.token_bytes(token_id),
+        logprob=logprob,
+    )
+
+
 class _PendingToken(NamedTuple):
     # The token is shown when this many characters of the output are.
     shown_at: int
@@ -31,15 +53,7 @@ class PendingLogprobs:
 
     def message(self, token_id: int, logprobs: engine_pb2.TokenLogprobs) -> detok_pb2.TokenLogprobs:
         """The engine's log-probabilities of a token, with the texts of the tokens in it."""
-        return detok_pb2.TokenLogprobs(
-            token=self._entry(token_id, logprobs.logprob),
-            top=[
-                self._entry(top_id, logprob)
-                for top_id, logprob in zip(
-                    logprobs.top_token_ids, logprobs.top_logprobs, strict=True
-                )
-            ],
-        )
+        return with_texts(self._tokens, token_id, logprobs)
 
     def add(self, start: int, adds_text: bool, logprobs: detok_pb2.TokenLogprobs | None) -> None:
         """Takes a token that stands before character `start` of the output, or is part of it."""
@@ -61,11 +75,3 @@ class PendingLogprobs:
     def drop(self) -> None:
         """Forgets the tokens that a stop string cut off."""
         self._pending.clear()
-
-    def _entry(self, token_id: int, logprob: float) -> detok_pb2.TokenLogprob:
-        return detok_pb2.TokenLogprob(
-            token_id=token_id,
-            text=self._tokens.text(token_id),
-            text_bytes=self._tokens.token_bytes(token_id),
-            logprob=logprob,
-        )

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from detok_svc.stop_strings import StopAutomata, StopAutomaton, StopStrings
 
 
-def plain_search(text: str, stops: list[str]) -> tuple[int, str] | None:
+def plain_search(text: str, stops: list[str], ends_after: int = 0) -> tuple[int, str] | None:
     """Start and stop string of the match that ends earliest and, of those, starts earliest."""
-    for end in range(len(text) + 1):
+    for end in range(ends_after + 1, len(text) + 1):
         matches = [stop for stop in stops if text[:end].endswith(stop)]
         if matches:
             longest = max(matches, key=len)
@@ -34,19 +34,21 @@ texts = st.text("ab[]\n🦜", max_size=24)
 stop_lists = st.lists(st.text("ab[]\n🦜", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
-@given(texts, stop_lists, st.lists(st.integers(0, 24), max_size=8))
+@given(texts, stop_lists, st.lists(st.integers(0, 24), max_size=8), st.integers(0, 3))
 @settings(deadline=None, max_examples=500)
-@example("xaabab", ["abab", "ba"], [1, 2, 3, 4, 5])
-@example("aab", ["aab", "ab", "b"], [2])
+@example("xaabab", ["abab", "ba"], [1, 2, 3, 4, 5], 0)
+@example("aab", ["aab", "ab", "b"], [2], 0)
+@example("abab", ["ab", "bab"], [2], 1)
 def test_search_in_pieces_equals_plain_search_and_holds_the_least(
-    text: str, stops: list[str], cuts: list[int]
+    text: str, stops: list[str], cuts: list[int], num_pieces_without_end: int
 ) -> None:
     search = StopStrings(StopAutomaton(stops))
     released, taken = "", ""
-    expected = plain_search(text, stops)
-    for piece in pieces_of(text, cuts):
+    pieces = pieces_of(text, cuts)
+    expected = plain_search(text, stops, len("".join(pieces[:num_pieces_without_end])))
+    for index, piece in enumerate(pieces):
         taken += piece
-        new, stop = search.push(piece)
+        new, stop = search.push(piece, may_end=index >= num_pieces_without_end)
         released += new
         if stop:
             assert expected == (len(released), stop)

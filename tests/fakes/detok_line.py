@@ -44,15 +44,20 @@ def new_submit(
     max_tokens: int = 1000,
     eos: Sequence[int] = (),
     stop_token_ids: Sequence[int] = (),
+    min_tokens: int = 0,
     top_logprobs: int | None = None,
+    top_prompt_logprobs: int | None = None,
     skip_special_tokens: bool = True,
     **fields: Any,
 ) -> detok_pb2.Submit:
-    """A Submit; `top_logprobs` None asks for no log-probabilities."""
+    """A Submit; `top_…` None asks for no log-probabilities."""
     sampling = common_pb2.SamplingParameters(
         max_tokens=max_tokens,
         eos_token_ids=eos,
         stop_token_ids=stop_token_ids,
+        min_tokens=min_tokens,
+        prompt_logprobs=top_prompt_logprobs is not None,
+        top_prompt_logprobs=top_prompt_logprobs or 0,
         logprobs=top_logprobs is not None,
         top_logprobs=top_logprobs or 0,
     )
@@ -83,6 +88,10 @@ class Answer:
     @property
     def logprobs(self) -> list[detok_pb2.TokenLogprobs]:
         return [entry for output in self.outputs for entry in output.logprobs]
+
+    @property
+    def prompt_logprobs(self) -> list[detok_pb2.TokenLogprobs]:
+        return [entry for output in self.outputs for entry in output.prompt_logprobs]
 
     @property
     def shown_ids(self) -> list[int]:

@@ -60,6 +60,8 @@ class ScriptedSequence:
             self._started = True
             output.prefill_started = True
             output.num_cached_tokens = self.script.num_cached_tokens
+            if self.submit.record.sampling.prompt_logprobs:
+                output.prompt_logprobs.extend(self._prompt_logprobs())
         if self._must_fail():
             self._finish_with_error(output)
             return output
@@ -117,13 +119,21 @@ class ScriptedSequence:
             output.finish.reason = common_pb2.FINISH_REASON_LENGTH
         self.finished = output.HasField("finish")
 
+    def _prompt_logprobs(self) -> list[engine_pb2.TokenLogprobs]:
+        count = self.submit.record.sampling.top_prompt_logprobs
+        return [_made_up(token_id, count) for token_id in self.submit.record.prompt_token_ids[1:]]
+
     def _logprobs(self, token_id: int) -> engine_pb2.TokenLogprobs:
         if self.script.logprobs:
             return self.script.logprobs[self._num_tokens]
-        count = self.submit.record.sampling.top_logprobs
-        others = [other for other in range(count + 1) if other != token_id]
-        return engine_pb2.TokenLogprobs(
-            logprob=-0.25,
-            top_token_ids=[token_id, *others][:count],
-            top_logprobs=[-0.25 - rank for rank in range(count)],
-        )
+        return _made_up(token_id, self.submit.record.sampling.top_logprobs)
+
+
+def _made_up(token_id: int, count: int) -> engine_pb2.TokenLogprobs:
+    """Log-probabilities with `token_id` as the likeliest of `count`."""
+    others = [other for other in range(count + 1) if other != token_id]
+    return engine_pb2.TokenLogprobs(
+        logprob=-0.25,
+        top_token_ids=[token_id, *others][:count],
+        top_logprobs=[-0.25 - rank for rank in range(count)],
+    )

@@ -18,8 +18,8 @@ EOS_TOKEN_IDS = (257,)
 class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     """TokenizerService; a chat is its contents one after the other.
 
-    `defaults` are the model's own. `error` is raised by Encode when set; `gate` must be set for Encode to answer. `encoded` records
-    the requests.
+    `error` is raised by Encode when set; `gate` must be set for Encode to answer. `encoded` records
+    the requests. `defaults` are the model's own.
     """
 
     def __init__(self, model: common_pb2.ModelIdentity) -> None:
@@ -53,11 +53,6 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 raise InvalidRequest(f"No token {token_id}.", param="tokens")
         text = bytes(request.token_ids).decode(errors="replace")
         return tokenizer_pb2.DecodeResponse(text=text)
-
-    async def Decode(
-        self, request: tokenizer_pb2.DecodeRequest, context: Any
-    ) -> tokenizer_pb2.DecodeResponse:
-        return tokenizer_pb2.DecodeResponse(text=bytes(request.token_ids).decode())
 
     async def GetStatus(self, request: Any, context: Any) -> tokenizer_pb2.GetStatusResponse:
         return tokenizer_pb2.GetStatusResponse(
