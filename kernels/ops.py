@@ -101,6 +101,22 @@ class Kernels(ABC):
         """
 
     @abstractmethod
+    def mask_logits(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+        """Makes tokens impossible, in place: their logits become -inf.
+
+        Row rows[i] of `logits`, float32 [n, V], keeps token t where bit t mod 32 of
+        allowed[i, t div 32] is set. rows [m], distinct; allowed int32 [m, ceil(V / 32)].
+        """
+
+    @abstractmethod
+    def bias_logits(self, logits: Tensor, rows: Tensor, token_ids: Tensor, biases: Tensor) -> None:
+        """Adds biases[i] to logits[rows[i], token_ids[i]], in place; -inf makes it impossible.
+
+        logits float32 [n, V], rows and token_ids [e], biases float32 [e]. A place comes once; more
+        often only if all its biases but one are -inf.
+        """
+
+    @abstractmethod
     def penalize(
         self,
         logits: Tensor,

@@ -93,6 +93,16 @@ class ReferenceKernels(Kernels):
                     result[token, head] = attended.to(query.dtype)
         return result
 
+    def mask_logits(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+        for row, words in zip(rows.tolist(), allowed.tolist(), strict=True):
+            for token in range(logits.shape[1]):
+                if not words[token // 32] >> token % 32 & 1:
+                    logits[row, token] = -torch.inf
+
+    def bias_logits(self, logits: Tensor, rows: Tensor, token_ids: Tensor, biases: Tensor) -> None:
+        for row, token, bias in zip(rows, token_ids, biases, strict=True):
+            logits[row, token] += bias
+
     def penalize(
         self,
         logits: Tensor,

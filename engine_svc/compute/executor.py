@@ -86,7 +86,9 @@ class Executor:
             Decoder(kernels, model_config, weights, table),
             Sampler(kernels),
             kv_cache,
-            PersistentBatch(config.max_num_seqs, max_model_len, config.block_size),
+            PersistentBatch(
+                config.max_num_seqs, max_model_len, config.block_size, model_config.vocab_size
+            ),
         )
         report(
             f"KV cache: {num_blocks} blocks of {config.block_size} tokens, "

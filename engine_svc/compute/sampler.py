@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine_svc.compute.step_tensors import SamplingInputs
+from engine_svc.compute.sampling_rows import SamplingInputs, WantedLogprobs
 from engine_svc.planning.step import SamplingError, TokenLogprobs
 from kernels import Kernels
 
@@ -32,66 +32,97 @@ class Sampler:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def sample(self, logits: Tensor, rows: SamplingInputs) -> SampledBatch:
-        """logits float32 [s, vocab_size], of which rows that hold a NaN are overwritten."""
+    def sample(self, logits: Tensor, inputs: SamplingInputs) -> SampledBatch:
+        """logits float32 [s, vocab_size], raw; overwritten."""
         errors = _reject_rows(logits)
-        adjusted = self._penalize(logits, rows)
+        # A copy of the rows that ask, since what follows changes the logits in place.
+        raw = None if inputs.logprobs is None else logits[inputs.logprobs.rows]
+        self._edit(logits, inputs, errors)
         token_ids = self._kernels.sample(
-            adjusted,
-            temperature=rows.temperature,
-            min_p=rows.min_p,
-            top_k=rows.top_k,
-            top_p=rows.top_p,
-            seeds=rows.seeds,
-            positions=rows.seq_lens,
+            logits,
+            temperature=inputs.temperature,
+            min_p=inputs.min_p,
+            top_k=inputs.top_k,
+            top_p=inputs.top_p,
+            seeds=inputs.seeds,
+            positions=inputs.positions,
         )
-        return SampledBatch(token_ids, self._logprobs(logits, token_ids, rows), errors)
+        logprobs: list[TokenLogprobs | None] = [None] * len(logits)
+        if inputs.logprobs is not None and raw is not None:
+            self._list_logprobs(raw, token_ids, inputs.logprobs, logprobs)
+        return SampledBatch(token_ids, logprobs, errors)
 
-    def _penalize(self, logits: Tensor, rows: SamplingInputs) -> Tensor:
-        """New logits if any row is penalised: the given ones stay raw for the log-probabilities."""
-        (chosen,) = torch.nonzero(rows.has_penalties, as_tuple=True)
-        if not len(chosen):
-            return logits
-        penalised = logits[chosen]
-        self._kernels.penalize(
-            penalised,
-            token_ids=rows.token_ids[chosen],
-            prompt_lens=rows.prompt_lens[chosen],
-            seq_lens=rows.seq_lens[chosen],
-            repetition=rows.repetition_penalty[chosen],
-            presence=rows.presence_penalty[chosen],
-            frequency=rows.frequency_penalty[chosen],
-        )
-        return logits.index_copy(0, chosen, penalised)
+    def _edit(
+        self, logits: Tensor, inputs: SamplingInputs, errors: list[SamplingError | None]
+    ) -> None:
+        """All that comes before the temperature: masks, biases and bans, penalties; in place."""
+        kernels = self._kernels
+        edited = []
+        for mask in inputs.masks:
+            kernels.mask_logits(logits, mask.rows, mask.allowed)
+            edited.append(mask.rows)
+        if inputs.biases is not None:
+            kernels.bias_logits(logits, *inputs.biases)
+            edited.append(inputs.biases.rows)
+        if inputs.penalties is not None:
+            rows, *arguments = inputs.penalties
+            penalised = logits[rows]
+            kernels.penalize(penalised, *arguments)
+            logits.index_copy_(0, rows, penalised)
+            edited.append(rows)
+        if edited:
+            _reject_edited(logits, torch.unique(torch.cat(edited)), errors)
 
-    def _logprobs(
-        self, logits: Tensor, token_ids: Tensor, rows: SamplingInputs
-    ) -> Sequence[TokenLogprobs | None]:
-        result: list[TokenLogprobs | None] = [None] * len(logits)
-        (asking,) = torch.nonzero(rows.wants_logprobs, as_tuple=True)
-        if not len(asking):
-            return result
-        num_top = rows.num_top_logprobs[asking]
-        chosen, top_ids, top = self._kernels.token_logprobs(
-            logits[asking], token_ids[asking], int(num_top.max())
-        )
-        values = zip(
-            asking.tolist(),
-            num_top.tolist(),
-            chosen.clamp(IMPOSSIBLE, 0.0).tolist(),
-            top_ids.tolist(),
-            top.clamp(IMPOSSIBLE, 0.0).tolist(),
-            strict=True,
-        )
-        for row, k, logprob, ids, logprobs in values:
-            result[row] = TokenLogprobs(logprob, tuple(ids[:k]), tuple(logprobs[:k]))
-        return result
+    def _list_logprobs(
+        self,
+        raw: Tensor,
+        token_ids: Tensor,
+        wanted: WantedLogprobs,
+        result: list[TokenLogprobs | None],
+    ) -> None:
+        chosen = token_ids[wanted.rows]
+        entries = listed_logprobs(self._kernels, raw, chosen, wanted.num_top)
+        for row, entry in zip(wanted.rows.tolist(), entries, strict=True):
+            result[row] = entry
+
+
+def listed_logprobs(
+    kernels: Kernels, logits: Tensor, chosen: Tensor, num_top: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Log-probabilities of chosen ids [n] and the num_top[i] likeliest of raw logits [n, V]."""
+    logprobs, top_ids, top = kernels.token_logprobs(logits, chosen, max(num_top))
+    values = zip(
+        num_top, _finite(logprobs).tolist(), top_ids.tolist(), _finite(top).tolist(), strict=True
+    )
+    return [
+        TokenLogprobs(logprob, tuple(ids[:k]), tuple(likeliest[:k]))
+        for k, logprob, ids, likeliest in values
+    ]
+
+
+def _finite(logprobs: Tensor) -> Tensor:
+    # NaN comes from a prompt's logits only; such a sequence ends with an error at its first token.
+    return torch.nan_to_num(logprobs, nan=IMPOSSIBLE).clamp(IMPOSSIBLE, 0.0)
 
 
 def _reject_rows(logits: Tensor) -> list[SamplingError | None]:
     """An error for each row without a finite largest logit; such rows become zeros, in place."""
     # The maximum of a row with a NaN is NaN, so one pass finds every case.
     is_bad = ~torch.isfinite(logits.amax(dim=-1))
-    if torch.any(is_bad):
-        logits[is_bad] = 0.0
+    if not torch.any(is_bad):
+        return [None] * len(logits)
+    logits[is_bad] = 0.0
     return [SamplingError.BAD_LOGITS if bad else None for bad in is_bad.tolist()]
+
+
+def _reject_edited(logits: Tensor, rows: Tensor, errors: list[SamplingError | None]) -> None:
+    """Like `_reject_rows`, for `rows` whose logits were finite until they were edited."""
+    best = logits[rows].amax(dim=-1)
+    is_bad = ~torch.isfinite(best)
+    if not torch.any(is_bad):
+        return
+    logits[rows[is_bad]] = 0.0
+    for row, value in zip(rows[is_bad].tolist(), best[is_bad].tolist(), strict=True):
+        is_empty = value == -torch.inf
+        reason = SamplingError.NO_TOKEN_LEFT if is_empty else SamplingError.BAD_LOGITS
+        errors[row] = errors[row] or reason

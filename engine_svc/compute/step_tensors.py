@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine_svc.compute.sampling_rows import SamplingInputs, SamplingRows
 from engine_svc.planning.step import RowStart, RowStep, StepPlan
 
 
@@ -36,38 +37,12 @@ class StepInputs:
         return torch.arange(len(self.sample_indices) + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingInputs:
-    """What the sampler must know of `s` rows, in the order of their logits."""
-
-    temperature: Tensor  # float32 [s], as the next five
-    min_p: Tensor
-    top_p: Tensor
-    repetition_penalty: Tensor
-    presence_penalty: Tensor
-    frequency_penalty: Tensor
-    top_k: Tensor  # int64 [s]; 0 is off
-    seeds: Tensor  # int64 [s]
-    wants_logprobs: Tensor  # bool [s]
-    num_top_logprobs: Tensor  # int64 [s]
-    token_ids: Tensor  # int32 [s, most tokens of any], arbitrary beyond seq_lens
-    prompt_lens: Tensor  # int64 [s]
-    seq_lens: Tensor  # int64 [s]; also the position of the token to sample
-
-    @property
-    def has_penalties(self) -> Tensor:
-        """bool [s]."""
-        return (
-            (self.repetition_penalty != 1)
-            | (self.presence_penalty != 0)
-            | (self.frequency_penalty != 0)
-        )
-
-
 class PersistentBatch:
     """Rows [0, max_num_seqs), each with its tokens, blocks and sampling parameters."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int
+    ) -> None:
         self._block_size = block_size
         max_blocks = -(-max_model_len // block_size)
         # zeros() takes memory only where it is written, so long contexts cost nothing unused.
@@ -75,11 +50,7 @@ class PersistentBatch:
         self._block_table = np.zeros((max_num_seqs, max_blocks), np.int64)
         self._num_blocks = np.zeros(max_num_seqs, np.int64)
         self._prompt_lens = np.zeros(max_num_seqs, np.int64)
-        self._floats = np.zeros((6, max_num_seqs), np.float32)
-        self._top_k = np.zeros(max_num_seqs, np.int64)
-        self._seeds = np.zeros(max_num_seqs, np.int64)
-        self._wants_logprobs = np.zeros(max_num_seqs, np.bool_)
-        self._num_top_logprobs = np.zeros(max_num_seqs, np.int64)
+        self._sampling = SamplingRows(self._token_ids, self._prompt_lens, vocab_size)
 
     @property
     def max_model_len(self) -> int:
@@ -103,37 +74,16 @@ class PersistentBatch:
         self._token_ids[rows[fits], positions[fits]] = token_ids[fits]
 
     def sampling_inputs(self, rows: np.ndarray, seq_lens: np.ndarray) -> SamplingInputs:
-        """The parameters and tokens of `rows`, which hold `seq_lens` tokens; both int64 [s]."""
-        values = torch.from_numpy(self._floats[:, rows])
-        return SamplingInputs(
-            *values,
-            top_k=torch.from_numpy(self._top_k[rows]),
-            seeds=torch.from_numpy(self._seeds[rows]),
-            wants_logprobs=torch.from_numpy(self._wants_logprobs[rows]),
-            num_top_logprobs=torch.from_numpy(self._num_top_logprobs[rows]),
-            token_ids=torch.from_numpy(self._token_ids[rows, : int(seq_lens.max())]),
-            prompt_lens=torch.from_numpy(self._prompt_lens[rows]),
-            seq_lens=torch.from_numpy(seq_lens),
-        )
+        """What the sampler must know of `rows`, which hold `seq_lens` tokens; both int64 [s]."""
+        return self._sampling.gather(rows, seq_lens)
 
     def _start(self, start: RowStart) -> None:
-        row, sampling = start.row, start.sampling
+        row = start.row
         self._token_ids[row, : len(start.token_ids)] = start.token_ids
         self._prompt_lens[row] = start.num_prompt_tokens
         self._num_blocks[row] = 0
         self._append_blocks(row, start.block_ids)
-        self._floats[:, row] = (
-            sampling.temperature,
-            sampling.min_p,
-            sampling.top_p,
-            sampling.repetition_penalty,
-            sampling.presence_penalty,
-            sampling.frequency_penalty,
-        )
-        self._top_k[row] = sampling.top_k
-        self._seeds[row] = sampling.seed
-        self._wants_logprobs[row] = sampling.logprobs
-        self._num_top_logprobs[row] = sampling.top_logprobs
+        self._sampling.start(row, start.sampling)
 
     def _append_blocks(self, row: int, block_ids: Sequence[int]) -> None:
         first = self._num_blocks[row]

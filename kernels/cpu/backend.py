@@ -72,6 +72,12 @@ class CpuKernels(Kernels):
     ) -> Tensor:
         return self._attention(query, kv_layer, plan, scale, sliding_window)
 
+    def mask_logits(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+        sampling.mask_logits(logits, rows, allowed)
+
+    def bias_logits(self, logits: Tensor, rows: Tensor, token_ids: Tensor, biases: Tensor) -> None:
+        sampling.bias_logits(logits, rows, token_ids, biases)
+
     def penalize(
         self,
         logits: Tensor,

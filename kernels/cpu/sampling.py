@@ -5,6 +5,7 @@ softmax or cumsum, which take each row by itself, never through torch.sum, which
 over the threads.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,19 @@ GREEDY_TEMPERATURE = 1e-5
 # many times more when those were not enough.
 _FIRST_CANDIDATES = 1024
 _MORE_CANDIDATES = 8
+
+
+def mask_logits(logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+    """See `Kernels.mask_logits`."""
+    # numpy unpacks bits; on torch it takes several passes over 4 bytes for each.
+    allowed_bytes = allowed.numpy().view(np.uint8)
+    bits = np.unpackbits(allowed_bytes, axis=-1, count=logits.shape[1], bitorder="little")
+    logits[rows] = logits[rows].masked_fill_(torch.from_numpy(bits) == 0, -torch.inf)
+
+
+def bias_logits(logits: Tensor, rows: Tensor, token_ids: Tensor, biases: Tensor) -> None:
+    """See `Kernels.bias_logits`."""
+    logits.index_put_((rows, token_ids), biases, accumulate=True)
 
 
 def penalize(

@@ -52,7 +52,7 @@ class SequenceLogits:
             )
             self._kv_cache = layout.allocate(num_blocks).fill_(torch.nan)
         self._decoder = Decoder(kernels, config, weights, table)
-        self._batch = PersistentBatch(1, config.max_model_len, BLOCK_SIZE)
+        self._batch = PersistentBatch(1, config.max_model_len, BLOCK_SIZE, config.vocab_size)
         self._blocks = list(reversed(range(num_blocks)))
 
     @torch.inference_mode()

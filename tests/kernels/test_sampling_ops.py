@@ -132,6 +132,35 @@ def test_different_seeds_and_positions_draw_differently(kernels) -> None:
     assert len(set(sample(kernels, logits, FILTERS["temperature"], counted, same).tolist())) > 20
 
 
+@pytest.mark.parametrize("vocab_size", [1, 32, 33, 258])
+def test_masks_follow_the_reference(kernels, vocab_size) -> None:
+    logits = random_logits(5, vocab_size)
+    logits[2, 0] = -torch.inf
+    num_words = -(-vocab_size // 32)
+    allowed = torch.randint(
+        -(2**31), 2**31, (3, num_words), generator=torch.Generator().manual_seed(2)
+    ).int()
+    rows = torch.tensor([4, 0, 2])
+    expected = logits.clone()
+    ReferenceKernels().mask_logits(expected, rows, allowed)
+    kernels.mask_logits(logits, rows, allowed)
+    assert torch.equal(logits, expected)
+    assert vocab_size == 1 or bool(torch.isinf(expected[rows]).any(dim=1).all())
+
+
+def test_biases_follow_the_reference_and_a_ban_wins(kernels) -> None:
+    logits = random_logits(4)
+    logits[0, 5] = -torch.inf
+    rows = torch.tensor([3, 0, 0, 1, 3, 3])
+    token_ids = torch.tensor([0, 5, 63, 7, 1, 0])
+    biases = torch.tensor([1.5, 100.0, -100.0, -torch.inf, 0.25, -torch.inf])
+    expected = logits.clone()
+    ReferenceKernels().bias_logits(expected, rows, token_ids, biases)
+    kernels.bias_logits(logits, rows, token_ids, biases)
+    assert torch.equal(logits, expected)
+    assert logits[3, 0] == logits[1, 7] == logits[0, 5] == -torch.inf
+
+
 @pytest.mark.parametrize("vocab_size", [3, 258])
 def test_penalties_follow_the_reference(kernels, vocab_size) -> None:
     logits = random_logits(6, vocab_size)

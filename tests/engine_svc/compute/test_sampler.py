@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine_svc.compute.sampler import IMPOSSIBLE, SampledBatch, Sampler
 from engine_svc.compute.step_tensors import PersistentBatch
-from engine_svc.planning.step import RowStart, SamplingParameters, StepPlan
+from engine_svc.planning.step import RowStart, SamplingError, SamplingParameters, StepPlan
 from kernels import select_kernels
 
 VOCAB_SIZE = 64
@@ -24,6 +24,15 @@ NEIGHBOURS = [
     SamplingParameters(max_tokens=16, temperature=0.0, logprobs=True, top_logprobs=20),
     SamplingParameters(max_tokens=16, temperature=0.3, seed=9, top_k=3, top_p=0.5),
     SamplingParameters(max_tokens=16, temperature=2.0, seed=9, min_p=0.2, frequency_penalty=1.0),
+    SamplingParameters(
+        max_tokens=16,
+        seed=10,
+        min_tokens=16,
+        eos_token_ids=frozenset({53}),
+        allowed_token_ids=frozenset(range(0, 64, 3)),
+        logit_bias=((6, 5.0), (0, -100.0)),
+        bad_words=((9,), (6, 12)),
+    ),
 ]
 
 
@@ -31,7 +40,7 @@ def sample(
     logits: Tensor, requests: list[SamplingParameters], prompts: list[list[int]] | None = None
 ) -> SampledBatch:
     prompts = prompts or [PROMPT] * len(requests)
-    batch = PersistentBatch(len(requests), 64, 16)
+    batch = PersistentBatch(len(requests), 64, 16, VOCAB_SIZE)
     starts = [
         RowStart(row, prompt, min(len(prompt), len(PROMPT)), sampling, [])
         for row, (sampling, prompt) in enumerate(zip(requests, prompts, strict=True))
@@ -123,6 +132,41 @@ def test_bug_34_a_row_that_cannot_be_sampled_fails_alone(bad: float) -> None:
     for row in (0, 2):
         assert result.token_ids[row] == expected[row].token_ids[0]
         assert result.logprobs[row] == expected[row].logprobs[0]
+
+
+def test_a_row_whose_mask_leaves_nothing_fails_alone() -> None:
+    logits = torch.randn(4, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    logits[3, 7] = torch.nan
+    only_seven = dataclasses.replace(SEEDED, allowed_token_ids=frozenset({7}))
+    asking = dataclasses.replace(SEEDED, logprobs=True, top_logprobs=5)
+    # The last two tokens of the prompt are 4 and 5: here they count as outputs.
+    banned = dataclasses.replace(only_seven, bad_words=((5, 7),), logprobs=True)
+    prompts = [PROMPT, [1, 2, 3, 4, 5, 5], PROMPT, PROMPT]
+    result = sample(logits, [asking, banned, only_seven, only_seven], prompts)
+    assert result.errors == [None, SamplingError.NO_TOKEN_LEFT, None, SamplingError.BAD_LOGITS]
+    alone = sample(logits[:1], [asking])
+    assert result.token_ids[0] == alone.token_ids[0]
+    assert result.logprobs[0] == alone.logprobs[0]
+    assert result.token_ids[2] == 7
+
+
+def test_masks_biases_and_bans_act_on_the_choice_and_not_on_the_logprobs() -> None:
+    logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(2))
+    greedy = SamplingParameters(max_tokens=1, temperature=0.0, logprobs=True, top_logprobs=3)
+    plain = sample(logits, [greedy])
+    best, second = plain.logprobs[0].top_token_ids[:2]  # type: ignore[union-attr]
+    for options in (
+        {"logit_bias": ((best, -100.0),)},
+        {"bad_words": ((best,),)},
+        {"allowed_token_ids": frozenset(range(VOCAB_SIZE)) - {best}},
+        {"min_tokens": 1, "eos_token_ids": frozenset({best})},
+        {"min_tokens": 1, "stop_token_ids": frozenset({best})},
+    ):
+        result = sample(logits, [dataclasses.replace(greedy, **options)])  # type: ignore[arg-type]
+        assert result.token_ids.tolist() == [second], options
+        assert plain.logprobs[0] is not None and result.logprobs[0] is not None
+        assert result.logprobs[0].top_logprobs == plain.logprobs[0].top_logprobs
+        assert result.logprobs[0].logprob == plain.logprobs[0].top_logprobs[1]
 
 
 def test_each_row_lists_as_many_top_tokens_as_it_asked_for() -> None:

@@ -1,7 +1,6 @@
 """The persistent batch against a plain account of what each row holds."""
 
 import numpy as np
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +14,7 @@ PARAMETERS = SamplingParameters(max_tokens=1)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), block_size=st.sampled_from([1, 3, 16]))
 def test_tensors_of_every_step_say_what_the_rows_hold(data: st.DataObject, block_size: int) -> None:
-    batch = PersistentBatch(MAX_SEQS, MAX_LEN, block_size)
+    batch = PersistentBatch(MAX_SEQS, MAX_LEN, block_size, vocab_size=1000)
     tokens: dict[int, list[int]] = {}
     blocks: dict[int, list[int]] = {}
     computed: dict[int, int] = {}
@@ -71,45 +70,8 @@ def test_tensors_of_every_step_say_what_the_rows_hold(data: st.DataObject, block
             tokens[row].append(token_id)
 
 
-def test_sampling_inputs_are_those_of_the_rows_asked_for_in_their_order() -> None:
-    batch = PersistentBatch(4, 20, 16)
-    parameters = SamplingParameters(
-        max_tokens=9,
-        temperature=0.5,
-        top_p=0.25,
-        top_k=7,
-        min_p=0.125,
-        seed=-(2**63),
-        repetition_penalty=1.5,
-        presence_penalty=-0.5,
-        frequency_penalty=0.75,
-        logprobs=True,
-        top_logprobs=3,
-    )
-    starts = [
-        RowStart(3, [1, 2, 3], 2, parameters, []),
-        RowStart(1, [4], 1, SamplingParameters(max_tokens=1, seed=2**63 - 1), []),
-    ]
-    batch.apply(StepPlan(starts, []))
-    inputs = batch.sampling_inputs(np.array([1, 3]), np.array([1, 3]))
-    assert inputs.temperature.tolist() == [1.0, 0.5]
-    assert inputs.top_p.tolist() == [1.0, 0.25]
-    assert inputs.min_p.tolist() == [0.0, 0.125]
-    assert inputs.top_k.tolist() == [0, 7]
-    assert inputs.seeds.tolist() == [2**63 - 1, -(2**63)]
-    assert inputs.repetition_penalty.tolist() == [1.0, 1.5]
-    assert inputs.presence_penalty.tolist() == [0.0, -0.5]
-    assert inputs.frequency_penalty.tolist() == [0.0, 0.75]
-    assert inputs.wants_logprobs.tolist() == [False, True]
-    assert inputs.num_top_logprobs.tolist() == [0, 3]
-    assert inputs.has_penalties.tolist() == [False, True]
-    assert inputs.token_ids.tolist() == [[4, 0, 0], [1, 2, 3]]
-    assert inputs.prompt_lens.tolist() == [1, 2]
-    assert torch.equal(inputs.seq_lens, torch.tensor([1, 3]))
-
-
 def test_the_token_after_the_longest_sequence_needs_no_place() -> None:
-    batch = PersistentBatch(1, 4, 16)
+    batch = PersistentBatch(1, 4, 16, vocab_size=10)
     batch.apply(StepPlan([RowStart(0, [1, 2, 3, 4], 4, PARAMETERS, [0])], []))
     batch.append(np.array([0]), np.array([4]), np.array([9]))
     inputs = batch.apply(StepPlan([], [RowStep(0, 0, 4, [], samples=True)]))
