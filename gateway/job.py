@@ -10,6 +10,7 @@ from gateway.field_checks import check_in_vocabulary
 from gateway.generation_fields import GenerationFields
 from gateway.identity import Identity
 from gateway.lanes import LineModel
+from gateway.response_format import structure_of
 from protos.common.v1 import common_pb2
 from protos.tokenizer.v1 import tokenizer_pb2
 
@@ -28,7 +29,8 @@ class Job:
     Choice i of prompt j has the index j * num_choices + i. `max_tokens` None means the model's
     default, or all the room that the prompt leaves; 0, that the prompt is to be computed and
     nothing more. `timeout_seconds` is for the whole request; None for no limit. `prompt_param`
-    and `max_tokens_param` name the fields for errors.
+    and `max_tokens_param` name the fields for errors, and `grammar_param` the one that asks for
+    `sampling.grammar`. `shown_control_tokens`: those that stay in the text in any case.
     """
 
     request_id: str
@@ -51,6 +53,8 @@ class Job:
     priority: int
     cache_salt: str
     timeout_seconds: float | None
+    grammar_param: str = ""
+    shown_control_tokens: tuple[str, ...] = ()
 
     @property
     def num_sequences(self) -> int:
@@ -71,6 +75,10 @@ def job_from(
         if isinstance(prompt, tuple):
             check_in_vocabulary(prompt, model.vocab_size, prompt_param)
     max_tokens_param, max_tokens = body.token_limit
+    sampling = body.sampling(model.vocab_size, model.generation_defaults)
+    structure = structure_of(body)
+    if structure is not None:
+        sampling.grammar.CopyFrom(structure.grammar)
     return Job(
         request_id=identity.request_id,
         traceparent=identity.traceparent,
@@ -80,7 +88,7 @@ def job_from(
         prompts=tuple(prompts),
         prompt_param=prompt_param,
         num_choices=body.num_choices,
-        sampling=body.sampling(model.vocab_size, model.generation_defaults),
+        sampling=sampling,
         seed=secrets.randbits(_RANDOM_SEED_BITS) if body.seed is None else body.seed,
         max_tokens=max_tokens,
         max_tokens_param=max_tokens_param,
@@ -91,9 +99,15 @@ def job_from(
         skip_special_tokens=body.skips_special_tokens,
         # In the API lower values run first, on the line higher ones.
         priority=-(body.priority or 0),
-        cache_salt=body.cache_salt or "",
+        cache_salt=_cache_salt(body.cache_salt or "", identity.tenant),
         timeout_seconds=body.timeout,
+        grammar_param=structure.param if structure is not None else "",
     )
+
+
+def _cache_salt(given: str, tenant: str) -> str:
+    """Prompts of different API keys share no cache block, whatever salts they choose."""
+    return f"{tenant}:{given}" if tenant else given
 
 
 def choice_seed(seed: int, index: int) -> int:

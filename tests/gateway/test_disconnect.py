@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.fakes.gateway_line import MODEL, GatewayLine, gateway_line, whole_text
+from tests.fakes.gateway_line import MODEL, GatewayLine, eventually, gateway_line, whole_text
 from tests.fakes.scripted_detok import DetokScript, output, pieces
 from tests.fakes.valkey import Valkey
 from tests.fakes.waiting import until
@@ -54,7 +54,10 @@ async def test_bug_63_three_hundred_disconnects_leave_nothing_running(line: Gate
         await asyncio.gather(*(one(number) for number in range(first, first + 30)))
     await until(lambda: num_live(line) == 0, "no live sequence at the detokenizer")
     assert len(line.detok.aborted) == len(line.detok.submitted)
-    assert (await line.client.get("/v1/requests")).json()["data"] == []
+    # The ledger writes behind the requests.
+    await eventually(
+        lambda: line.client.get("/v1/requests"), lambda answer: answer.json()["data"] == []
+    )
     live = (await line.client.get("/metrics")).text
     assert 'tokenline_live_requests{stage="decoding"} 0.0' in live
     line.detok.script = pieces("fine")

@@ -72,11 +72,14 @@ async def test_metrics_can_be_public(valkey: Valkey, tmp_path: Path) -> None:
         assert (await running.client.get("/v1/models")).status_code == 401
 
 
-async def test_a_key_lets_a_chat_through_streamed_or_not(line: GatewayLine) -> None:
+async def test_a_key_lets_a_chat_through_and_keeps_its_cache_blocks_apart(line: GatewayLine) -> None:
     line.client.headers["x-api-key"] = "secret"
     try:
         for stream in (False, True):
             assert (await line.chat(stream=stream)).status_code == 200
+        await line.chat(cache_salt="mine")
+        salts = [submit.record.cache_salt for submit in line.detok.submitted]
+        assert salts == ["ann:", "ann:", "ann:mine"]
     finally:
         del line.client.headers["x-api-key"]
 
