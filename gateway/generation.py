@@ -173,6 +173,9 @@ class Generation:
             sequence.finish_reason = FINISH_REASONS.get(output.finish.reason, "error")
             sequence.engine.num_own_sequences -= 1
             self._num_unfinished -= 1
+        elif not (num_tokens or output.text or output.prompt_logprobs):
+            # Nothing for the reader: a stream is not to begin before the first token.
+            return
         pending = self._pending.get(index)
         if pending is None:
             self._pending[index] = output
