@@ -13,7 +13,7 @@ from engine_svc.planning.errors import (
 )
 from engine_svc.planning.limits import SchedulerLoad
 from engine_svc.planning.request import Finish, FinishReason, Request, RequestOutput
-from engine_svc.planning.step import SamplingParameters
+from engine_svc.planning.step import SamplingParameters, TokenLogprobs
 from protos.common.v1 import common_pb2
 from protos.engine.v1 import engine_pb2
 from protos.wire.errors import (
@@ -161,18 +161,22 @@ def _check_token_ids(param: str, highest: int, vocab_size: int) -> None:
 
 def output_to_proto(output: RequestOutput, sequence_id: int) -> engine_pb2.Output:
     message = engine_pb2.Output(sequence_id=sequence_id, token_ids=output.token_ids)
-    for entry in output.logprobs:
-        message.logprobs.add(
-            logprob=entry.logprob,
-            top_token_ids=entry.top_token_ids,
-            top_logprobs=entry.top_logprobs,
-        )
+    message.logprobs.extend(map(_logprobs_to_proto, output.logprobs))
+    message.prompt_logprobs.extend(map(_logprobs_to_proto, output.prompt_logprobs))
     if output.prefill_started:
         message.prefill_started = True
         message.num_cached_tokens = output.request.num_cached_tokens
     if output.finish is not None:
         message.finish.CopyFrom(_finish_to_proto(output.finish))
     return message
+
+
+def _logprobs_to_proto(entry: TokenLogprobs) -> engine_pb2.TokenLogprobs:
+    return engine_pb2.TokenLogprobs(
+        logprob=entry.logprob,
+        top_token_ids=entry.top_token_ids,
+        top_logprobs=entry.top_logprobs,
+    )
 
 
 def _finish_to_proto(finish: Finish) -> common_pb2.Finish:

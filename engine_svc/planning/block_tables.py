@@ -16,6 +16,9 @@ class BlockTables:
         self._prefix_cache = prefix_cache
         self._prefix_index = PrefixIndex()
         self._pool = BlockPool(num_blocks, self._prefix_index)
+        # Over first starts: tokens of the sequences, and those of them that the cache held.
+        self.num_query_tokens = 0
+        self.num_hit_tokens = 0
 
     @property
     def num_blocks(self) -> int:
@@ -28,6 +31,7 @@ class BlockTables:
     def find_cached(self, request: Request) -> list[int]:
         """The longest run of cached blocks that begins the sequence and leaves a token to compute.
 
+        A request that still asks for log-probabilities of its prompt has that computed.
         Blocks that are still being computed are not found: two requests that start in the same step
         both compute a prefix they share.
         """
@@ -35,7 +39,7 @@ class BlockTables:
             return []
         hashes = self._hashes(request)
         block_ids = []
-        for index in range((request.num_tokens - 1) // self._block_size):
+        for index in range(request.max_num_cached_tokens // self._block_size):
             block_id = self._prefix_index.find(hashes.of_block(index, request.token_ids))
             if block_id is None:
                 break
@@ -53,7 +57,12 @@ class BlockTables:
         num_new = self._num_blocks_for(request.num_tokens) - len(cached_block_ids)
         new_block_ids = self._pool.allocate(num_new)
         request.block_ids = cached_block_ids + new_block_ids
-        request.num_computed_tokens = len(cached_block_ids) * self._block_size
+        num_cached = len(cached_block_ids) * self._block_size
+        request.num_computed_tokens = num_cached
+        if not request.num_preemptions:
+            request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
+            self.num_query_tokens += request.num_tokens
+            self.num_hit_tokens += num_cached
         return new_block_ids
 
     def grow(self, request: Request) -> list[int]:

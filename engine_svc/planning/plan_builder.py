@@ -38,7 +38,14 @@ class PlanBuilder:
         num_left = len(request.token_ids) - num_computed
         num_scheduled = min(num_left, self.budget)
         samples = num_scheduled == num_left
-        step = RowStep(request.row, num_computed, num_scheduled, new_block_ids, samples)
+        step = RowStep(
+            request.row,
+            num_computed,
+            num_scheduled,
+            new_block_ids,
+            samples,
+            request.lacks_prompt_logprobs,
+        )
         self._steps.append(step)
         self.budget -= num_scheduled
 

@@ -66,6 +66,9 @@ class Request:
     num_preemptions: int = field(default=0, init=False)
     # Prompt tokens that the prefix cache held when the request first started.
     num_cached_tokens: int = field(default=0, init=False)
+    # How many log-probabilities of prompt tokens are computed; they wait for the last of them.
+    num_prompt_logprobs: int = field(default=0, init=False)
+    _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
     finish: Finish | None = field(default=None, init=False)
 
     @property
@@ -80,6 +83,34 @@ class Request:
     @property
     def output_token_ids(self) -> Sequence[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether it asked for log-probabilities of its prompt, and some are still to come."""
+        return (
+            self.sampling.prompt_logprobs and self.num_prompt_logprobs < self.num_prompt_tokens - 1
+        )
+
+    @property
+    def max_num_cached_tokens(self) -> int:
+        """How many of its first tokens need not be computed when their KV is cached already."""
+        return self.num_prompt_logprobs if self.lacks_prompt_logprobs else self.num_tokens - 1
+
+    def take_prompt_logprobs(
+        self, num_computed_tokens: int, logprobs: Sequence[TokenLogprobs]
+    ) -> tuple[TokenLogprobs, ...]:
+        """Takes in what a step that began at `num_computed_tokens` found; returns all at the end.
+
+        After a preemption some come a second time.
+        """
+        new = logprobs[self.num_prompt_logprobs - num_computed_tokens :]
+        self._prompt_logprobs += new
+        self.num_prompt_logprobs += len(new)
+        if self.lacks_prompt_logprobs:
+            return ()
+        complete = tuple(self._prompt_logprobs)
+        self._prompt_logprobs.clear()
+        return complete
 
     @property
     def order(self) -> tuple[int, int]:
@@ -124,3 +155,5 @@ class RequestOutput(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prefill_started: bool = False
     finish: Finish | None = None
+    # All of them at once, no later than the first token.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()

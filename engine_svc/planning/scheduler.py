@@ -47,8 +47,6 @@ class Scheduler:
         self._num_arrivals = 0
         self._num_steps = 0
         self._num_preemptions = 0
-        self._num_prefix_cache_query_tokens = 0
-        self._num_prefix_cache_hit_tokens = 0
 
     @property
     def has_requests(self) -> bool:
@@ -62,8 +60,8 @@ class Scheduler:
             self._tables.num_free,
             self._tables.num_blocks,
             self._num_preemptions,
-            self._num_prefix_cache_query_tokens,
-            self._num_prefix_cache_hit_tokens,
+            self._tables.num_query_tokens,
+            self._tables.num_hit_tokens,
             self._num_steps,
         )
 
@@ -215,10 +213,6 @@ class Scheduler:
         self._rows[request.row] = request
         new_block_ids = self._tables.start(request, cached_block_ids)
         insort(self._running, request, key=_ORDER)
-        if not request.num_preemptions:
-            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-            self._num_prefix_cache_query_tokens += request.num_tokens
-            self._num_prefix_cache_hit_tokens += request.num_computed_tokens
         return new_block_ids
 
     # A step is under way, and done
@@ -238,14 +232,19 @@ class Scheduler:
         outputs = []
         rows, advance = self._rows, self._tables.advance
         sampled = iter(result.sampled)
-        for row, _, num_scheduled, _, samples in plan.steps:
+        prompt_logprobs = dict(result.prompt_logprobs)
+        for row, num_computed, num_scheduled, _, samples, _ in plan.steps:
             token = next(sampled) if samples else None
             request = rows[row]
             assert request is not None
             if request.finish is not None:
                 continue
+            new = prompt_logprobs.get(row, ())
+            of_prompt = request.take_prompt_logprobs(num_computed, new) if new else ()
             if token is None:
                 advance(request, num_scheduled)
+                if of_prompt:
+                    outputs.append(RequestOutput(request, prompt_logprobs=of_prompt))
                 continue
             _, token_id, logprobs, error = token
             if error is not None:
@@ -257,7 +256,7 @@ class Scheduler:
             if finish is not None:
                 self._end(request, finish)
             listed = () if logprobs is None else (logprobs,)
-            outputs.append(RequestOutput(request, (token_id,), listed, False, finish))
+            outputs.append(RequestOutput(request, (token_id,), listed, False, finish, of_prompt))
         self._release_ended()
         return outputs
 

@@ -11,7 +11,7 @@ dataclasses (0.26 against 0.66 µs), and Python's part of a step is counted in m
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -64,7 +64,9 @@ class RowStep(NamedTuple):
 
     Computes tokens [num_computed_tokens, num_computed_tokens + num_scheduled_tokens) of the row.
     `new_block_ids` are appended to the row's block table first. When `samples` is set, the logits
-    of the last scheduled token choose the row's next token, which compute appends to the row.
+    of the last scheduled token choose the row's next token, which compute appends to the row. With
+    `prompt_logprobs`, each scheduled token but the prompt's last gives the log-probability of the
+    prompt token after it; at least one is scheduled.
     """
 
     row: int
@@ -72,6 +74,7 @@ class RowStep(NamedTuple):
     num_scheduled_tokens: int
     new_block_ids: Sequence[int]
     samples: bool
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +117,16 @@ class SampledToken(NamedTuple):
     error: SamplingError | None = None
 
 
+class PromptLogprobs(NamedTuple):
+    """For one row: those of the prompt tokens that follow the scheduled ones, in order."""
+
+    row: int
+    logprobs: Sequence[TokenLogprobs]
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One entry per step of the plan with `samples` set, in the plan's order."""
+    """One entry per step of the plan with `samples`, and with `prompt_logprobs`, in its order."""
 
-    sampled: Sequence[SampledToken] = field(default_factory=tuple)
+    sampled: Sequence[SampledToken] = ()
+    prompt_logprobs: Sequence[PromptLogprobs] = ()

@@ -137,10 +137,14 @@ def test_every_field_of_an_output_reaches_the_wire() -> None:
     request.num_cached_tokens = 16
     logprobs = (TokenLogprobs(-0.5, [7, 8], [-0.5, -1.5]),)
     finish = Finish(FinishReason.STOP, stop_token_id=7)
-    message = output_to_proto(RequestOutput(request, (7,), logprobs, True, finish), 3)
+    of_prompt = (TokenLogprobs(-9999.0, [6], [-0.25]), TokenLogprobs(-1.0))
+    message = output_to_proto(RequestOutput(request, (7,), logprobs, True, finish, of_prompt), 3)
     assert (message.sequence_id, list(message.token_ids)) == (3, [7])
     assert list(message.logprobs[0].top_token_ids) == [7, 8]
     assert list(message.logprobs[0].top_logprobs) == [-0.5, -1.5]
+    assert [entry.logprob for entry in message.prompt_logprobs] == [-9999.0, -1.0]
+    assert list(message.prompt_logprobs[0].top_token_ids) == [6]
+    assert list(message.prompt_logprobs[0].top_logprobs) == [-0.25]
     assert (message.prefill_started, message.num_cached_tokens) == (True, 16)
     assert message.finish.reason == common_pb2.FINISH_REASON_STOP
     assert message.finish.stop_token_id == 7

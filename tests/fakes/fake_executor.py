@@ -7,9 +7,11 @@ right ones are is said by `reference_outputs`, which knows no blocks.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from engine_svc.planning.request import FinishReason
 from engine_svc.planning.step import (
+    PromptLogprobs,
     RowStart,
     RowStep,
     SampledToken,
@@ -43,6 +45,26 @@ def _logprobs(token_id: int, sampling: SamplingParameters) -> TokenLogprobs | No
     return TokenLogprobs(-0.5 - token_id, top_token_ids, [-0.5 - top for top in top_token_ids])
 
 
+def reference_prompt_logprobs(
+    token_ids: Sequence[int], num_top: int, vocab_size: int
+) -> list[TokenLogprobs]:
+    """What a prompt must be told of its tokens but the first."""
+    values = accumulate(token_ids, _kv_value, initial=0)
+    next(values)
+    return [
+        _prompt_logprobs(value, following, num_top, vocab_size)
+        for value, following in zip(values, token_ids[1:], strict=False)
+    ]
+
+
+def _prompt_logprobs(kv_value: int, following: int, num_top: int, vocab_size: int) -> TokenLogprobs:
+    """Of a prompt token that comes after the one with this KV."""
+    top_token_ids = [(kv_value + rank) % vocab_size for rank in range(num_top)]
+    return TokenLogprobs(
+        -float(kv_value % 1000 + following), top_token_ids, [-float(top) for top in top_token_ids]
+    )
+
+
 def reference_outputs(
     prompt_token_ids: Sequence[int], sampling: SamplingParameters, vocab_size: int
 ) -> tuple[list[int], FinishReason]:
@@ -70,6 +92,7 @@ class _Row:
     token_ids: list[int]
     sampling: SamplingParameters
     block_table: list[int]
+    num_prompt_tokens: int
     num_computed_tokens: int = field(init=False)
 
 
@@ -110,10 +133,15 @@ class FakeExecutor:
         # All writes come first: a plan whose rows overwrite one another's KV must not pass.
         for step in plan.steps:
             self._compute(step)
-        return StepResult([self._sample(step.row) for step in plan.steps if step.samples])
+        return StepResult(
+            [self._sample(step.row) for step in plan.steps if step.samples],
+            [self._score_prompt(step) for step in plan.steps if step.prompt_logprobs],
+        )
 
     def _start(self, start: RowStart) -> None:
-        row = _Row(list(start.token_ids), start.sampling, list(start.block_ids))
+        row = _Row(
+            list(start.token_ids), start.sampling, list(start.block_ids), start.num_prompt_tokens
+        )
         row.num_computed_tokens = len(row.block_table) * self.block_size
         assert 0 < start.num_prompt_tokens <= len(row.token_ids)
         self._rows[start.row] = row
@@ -144,6 +172,19 @@ class FakeExecutor:
         )
         row.token_ids.append(token_id)
         return SampledToken(row_index, token_id, _logprobs(token_id, row.sampling))
+
+    def _score_prompt(self, step: RowStep) -> PromptLogprobs:
+        row = self._rows[step.row]
+        assert row.sampling.prompt_logprobs
+        end = min(step.num_computed_tokens + step.num_scheduled_tokens, row.num_prompt_tokens - 1)
+        assert step.num_computed_tokens < end, "nothing is left to say of the prompt"
+        logprobs = []
+        for position in range(step.num_computed_tokens, end):
+            value = self._kv_values[self._slot(row, position)]
+            assert value is not None
+            following, num_top = row.token_ids[position + 1], row.sampling.top_prompt_logprobs
+            logprobs.append(_prompt_logprobs(value, following, num_top, self.vocab_size))
+        return PromptLogprobs(step.row, logprobs)
 
     def _slot(self, row: _Row, position: int) -> int:
         return row.block_table[position // self.block_size] * self.block_size + (

@@ -23,11 +23,16 @@ class Received:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_starts: int = 0
     finish: Finish | None = None
 
     def take(self, output: RequestOutput) -> None:
         assert self.finish is None, "an output came after the finish"
+        if output.prompt_logprobs:
+            assert not self.prompt_logprobs, "a prompt's log-probabilities came twice"
+            assert not self.token_ids, "a prompt's log-probabilities came after its first token"
+            self.prompt_logprobs += output.prompt_logprobs
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
         self.num_starts += output.prefill_started

@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 from engine_svc.planning.errors import RequestRefused
 from engine_svc.planning.limits import SchedulerConfig
 from engine_svc.planning.request import FinishReason
-from engine_svc.planning.step import SamplingParameters, StepPlan
-from tests.fakes.fake_executor import FakeExecutor, reference_outputs
+from engine_svc.planning.step import SamplingParameters, StepPlan, TokenLogprobs
+from tests.fakes.fake_executor import (
+    FakeExecutor,
+    reference_outputs,
+    reference_prompt_logprobs,
+)
 from tests.fakes.scheduler_driver import SchedulerDriver
 
 VOCAB_SIZE = 8
@@ -48,6 +52,8 @@ def arrivals(draw: st.DrawFn) -> Arrival:
         seed=draw(st.integers(0, 3)),
         eos_token_ids=draw(st.sampled_from([frozenset(), frozenset({EOS})])),
         stop_token_ids=draw(st.sampled_from([frozenset(), frozenset({STOP})])),
+        prompt_logprobs=draw(st.sampled_from([False, False, True])),
+        top_prompt_logprobs=2,
     )
     return Arrival(
         step=draw(st.integers(0, LAST_ARRIVAL)),
@@ -176,6 +182,13 @@ def check_answers(driver: CheckedDriver, workload: list[Arrival]) -> None:
         assert received.num_starts <= 1
         if received.token_ids:
             assert received.num_starts == 1
+            assert received.prompt_logprobs == expected_prompt_logprobs(arrival)
+
+
+def expected_prompt_logprobs(arrival: Arrival) -> list[TokenLogprobs]:
+    if not arrival.sampling.prompt_logprobs:
+        return []
+    return reference_prompt_logprobs(arrival.prompt_token_ids, 2, VOCAB_SIZE)
 
 
 @settings(max_examples=200, deadline=None)
