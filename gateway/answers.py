@@ -2,10 +2,11 @@
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -21,7 +22,7 @@ from gateway.records import FINISH_REASONS
 from gateway.sse import DONE, PING, EventStream, error_event
 from protos.common.v1 import common_pb2
 from protos.detok.v1 import detok_pb2
-from protos.wire.errors import InternalError, TokenlineError, from_proto
+from protos.wire.errors import InternalError, InvalidRequest, TokenlineError, from_proto
 
 logger = logging.getLogger(__name__)
 
@@ -55,23 +56,48 @@ class Choice:
         self.finish_reason = finish_reason(output)
 
 
-class AnswerForm(Protocol):
+class GrowingChoice(Protocol):
+    """One choice of a whole answer, as it grows."""
+
+    def add(self, output: detok_pb2.Output) -> None: ...
+
+
+ChoiceT = TypeVar("ChoiceT", bound=GrowingChoice)
+
+
+class AnswerForm(ABC, Generic[ChoiceT]):
     """How an endpoint writes one answer, streamed or whole."""
 
+    def begin(self, *, in_reasoning: bool) -> None:
+        """Called once, before all else. in_reasoning: the prompt ends where thoughts begin."""
+
+    def has_calls(self, index: int) -> bool:
+        """Whether choice `index`, streamed so far, calls tools."""
+        return False
+
+    @abstractmethod
+    def new_choice(self) -> ChoiceT:
+        """The next choice of a whole answer."""
+
+    @abstractmethod
     def output_events(self, index: int, output: detok_pb2.Output, usage: Usage) -> bytes:
         """Events for what choice `index` gained; empty when there is nothing to say.
 
         `usage` is the whole request's up to now.
         """
 
+    @abstractmethod
     def usage_event(self, usage: Usage) -> bytes:
         """The event before the last; empty when usage was not asked for."""
 
-    def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+    @abstractmethod
+    def body(self, choices: Sequence[ChoiceT], usage: Usage) -> bytes:
         """The whole answer as JSON."""
 
 
-def answer(pipeline: Pipeline, job: Job, form: AnswerForm, ping_seconds: float) -> Response:
+def answer(
+    pipeline: Pipeline, job: Job, form: AnswerForm[ChoiceT], ping_seconds: float
+) -> Response:
     """The response that carries out `job`."""
     if job.streams:
         return StreamedAnswer(pipeline, job, form, ping_seconds)
@@ -81,7 +107,9 @@ def answer(pipeline: Pipeline, job: Job, form: AnswerForm, ping_seconds: float) 
 class StreamedAnswer(Response):
     """Runs the job and streams it. Errors before the first output are HTTP errors."""
 
-    def __init__(self, pipeline: Pipeline, job: Job, form: AnswerForm, ping_seconds: float) -> None:
+    def __init__(
+        self, pipeline: Pipeline, job: Job, form: AnswerForm[Any], ping_seconds: float
+    ) -> None:
         self._pipeline = pipeline
         self._job = job
         self._form = form
@@ -105,6 +133,7 @@ class StreamedAnswer(Response):
     async def _stream_outputs(self, stream: EventStream) -> bytes:
         """Sends every output, and returns the events that end the stream."""
         async with self._pipeline.run(self._job) as generation:
+            self._form.begin(in_reasoning=generation.in_reasoning)
             events = b""
             while not generation.finished:
                 outputs = await generation.next_outputs(self._ping_seconds)
@@ -115,11 +144,13 @@ class StreamedAnswer(Response):
                         for index, output in outputs.items()
                     ]
                 )
+                for index in filter(self._form.has_calls, outputs):
+                    generation.note_tool_calls(index)
                 failed = next(filter(_has_failed, outputs.values()), None)
                 if failed is not None:
                     if stream.started and events:
                         await stream.send(events)
-                    raise from_proto(failed.finish.error)
+                    raise _failure(self._job, failed)
                 if not generation.finished and (events or not outputs):
                     await stream.send(events or PING)
             return events + self._form.usage_event(generation.usage)
@@ -128,7 +159,7 @@ class StreamedAnswer(Response):
 class WholeAnswer(Response):
     """Runs the job and answers with one JSON body when all is there."""
 
-    def __init__(self, pipeline: Pipeline, job: Job, form: AnswerForm) -> None:
+    def __init__(self, pipeline: Pipeline, job: Job, form: AnswerForm[Any]) -> None:
         self._pipeline = pipeline
         self._job = job
         self._form = form
@@ -141,13 +172,16 @@ class WholeAnswer(Response):
 
     async def _collect(self) -> bytes:
         async with self._pipeline.run(self._job) as generation:
-            choices = [Choice() for _ in range(generation.num_choices)]
+            self._form.begin(in_reasoning=generation.in_reasoning)
+            choices = [self._form.new_choice() for _ in range(generation.num_choices)]
             while not generation.finished:
                 outputs = await generation.next_outputs(_PATIENCE_SECONDS)
                 for index, output in outputs.items():
                     if _has_failed(output):
-                        raise from_proto(output.finish.error)
+                        raise _failure(self._job, output)
                     choices[index].add(output)
+                    if choices[index].finish_reason == "tool_calls":
+                        generation.note_tool_calls(index)
             return self._form.body(choices, generation.usage)
 
 
@@ -209,6 +243,14 @@ def finish_reason(output: detok_pb2.Output) -> str | None:
 
 def _has_failed(output: detok_pb2.Output) -> bool:
     return output.HasField("finish") and output.finish.reason == common_pb2.FINISH_REASON_ERROR
+
+
+def _failure(job: Job, output: detok_pb2.Output) -> TokenlineError:
+    """The error of a sequence that has failed, with the names that the client knows."""
+    error = from_proto(output.finish.error)
+    if isinstance(error, InvalidRequest) and error.param in ("", "grammar"):
+        return InvalidRequest(error.message, code=error.code, param=job.grammar_param)
+    return error
 
 
 def _as_typed(error: Exception) -> TokenlineError:

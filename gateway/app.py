@@ -17,6 +17,7 @@ from gateway.admission import Admission
 from gateway.api_keys import ApiKeys
 from gateway.authentication import Authentication
 from gateway.chat_completions import ChatCompletions
+from gateway.chat_job import ModelText
 from gateway.completions import Completions
 from gateway.edge import Edge
 from gateway.errors import answer_http_exception, answer_typed_error
@@ -83,7 +84,8 @@ class Gateway:
     def _make_app(self, settings: Settings) -> Starlette:
         pipeline = Pipeline(self.lanes, self.admission, self.metrics)
         limits = (settings.max_body_bytes, settings.ping_seconds)
-        chats = ChatCompletions(self.lanes, pipeline, *limits)
+        model_text = ModelText(settings.tool_call_format, settings.reasoning)
+        chats = ChatCompletions(self.lanes, pipeline, *limits, model_text)
         texts = Completions(self.lanes, pipeline, *limits)
         models = Models(self.lanes)
         requests = Requests(self.admission, self.ledger)

@@ -7,7 +7,7 @@ from gateway.field_checks import check_in_vocabulary, invalid_value
 from protos.common.v1 import common_pb2
 from protos.tokenizer.v1 import tokenizer_pb2
 
-Encode = Callable[[tokenizer_pb2.EncodeRequest], Awaitable[Sequence[int]]]
+Encode = Callable[[tokenizer_pb2.EncodeRequest], Awaitable[tokenizer_pb2.EncodeResponse]]
 
 
 async def banned_sequences(
@@ -20,7 +20,8 @@ async def banned_sequences(
     """
     stripped = [word.lstrip() for word in words]
     texts = [*stripped, *(f" {word}" for word in stripped)]
-    encoded = await asyncio.gather(*(encode(_text_prompt(text)) for text in texts))
+    responses = await asyncio.gather(*(encode(_text_prompt(text)) for text in texts))
+    encoded = [response.token_ids for response in responses]
     banned: list[common_pb2.TokenSequence] = []
     for index, (at_start, within) in enumerate(
         zip(encoded[: len(words)], encoded[len(words) :], strict=True)

@@ -5,6 +5,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from gateway.request_body import decode_part
+from gateway.tools import checked_tool_use
 from protos.wire.errors import InvalidRequest
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -18,24 +19,26 @@ class ContentPart(msgspec.Struct):
     refusal: str | None = None
 
 
+class CalledFunction(msgspec.Struct):
+    name: str
+    # JSON text as a model wrote it, which may be wrong.
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Message(msgspec.Struct):
     role: Role
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
     function_call: dict[str, Any] | None = None
     refusal: str | None = None
-
-
-class ToolFunction(msgspec.Struct):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(msgspec.Struct):
-    type: Literal["function"]
-    function: ToolFunction
 
 
 def checked_messages(raw: msgspec.Raw) -> bytes:
@@ -50,11 +53,18 @@ def checked_messages(raw: msgspec.Raw) -> bytes:
 
 def checked_tools(raw: msgspec.Raw) -> bytes:
     """`tools` as JSON for the chat template; empty for none."""
-    tools, normalised = decode_part(raw, list[Tool] | None, "tools")
-    return normalised if tools else b""
+    return checked_tool_use(raw, None, None).tools_json
 
 
 def _check_message(message: Message, path: str) -> None:
+    if message.tool_calls and message.role != "assistant":
+        raise _invalid(f"`{path}.tool_calls` is the assistant's alone.", f"{path}.tool_calls")
+    if message.role == "tool" and message.tool_call_id is None:
+        raise InvalidRequest(
+            f"Missing required field `{path}.tool_call_id`.",
+            code="missing_field",
+            param=f"{path}.tool_call_id",
+        )
     if message.content is None:
         if message.role != "assistant":
             raise _invalid(f"`{path}.content` must be text.", f"{path}.content")

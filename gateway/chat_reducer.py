@@ -16,14 +16,15 @@ class TextReading:
     """How the text of a request's choices is to be read.
 
     `call_format` None: tool calls are not looked for. `tool_names`: the functions that may be
-    called. `max_calls`: None for any number. `must_call`: the text is held to consist of calls.
+    called. `max_calls`: None for any number. `begins_bare`: calls may begin the text without their
+    opener, whatever the format.
     """
 
     has_reasoning: bool = False
     call_format: CallFormat | None = None
     tool_names: frozenset[str] = frozenset()
     max_calls: int | None = None
-    must_call: bool = False
+    begins_bare: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -41,7 +42,7 @@ class ChatReducer:
                 reading.call_format,
                 reading.tool_names,
                 max_calls=reading.max_calls,
-                opened=reading.must_call,
+                begins_bare=reading.begins_bare,
             )
             if reading.call_format is not None
             else None

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.answers import (
+    AnswerForm,
     Choice,
     ChunkTail,
     answer,
@@ -66,7 +67,7 @@ class Completions:
         )
 
 
-class CompletionForm:
+class CompletionForm(AnswerForm[Choice]):
     """How one text completion looks on the wire, in chunks or whole.
 
     echoed: the text of each prompt, which its choices begin with; empty for none.
@@ -93,6 +94,9 @@ class CompletionForm:
         head = msgspec.json.encode(self._common)
         self._head = b"data: " + head.removesuffix(b"}") + b',"choices":[{"index":'
         self._tail = ChunkTail(body)
+
+    def new_choice(self) -> Choice:
+        return Choice()
 
     def output_events(self, index: int, output: detok_pb2.Output, usage: Usage) -> bytes:
         text, logprobs, reason = output.text, output.logprobs, finish_reason(output)

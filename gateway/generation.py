@@ -44,12 +44,19 @@ class Generation:
 
     A sequence is known by its place in the order of `start`, the choice index of the API.
 
-    prompt_only: what is sampled is dropped, as if max_tokens were 0.
+    prompt_only: what is sampled is dropped, as if max_tokens were 0. in_reasoning: the prompt ends
+    where the model's thoughts begin.
     """
 
     def __init__(
-        self, request: LiveRequest, metrics: Metrics, *, prompt_only: bool = False
+        self,
+        request: LiveRequest,
+        metrics: Metrics,
+        *,
+        prompt_only: bool = False,
+        in_reasoning: bool = False,
     ) -> None:
+        self.in_reasoning = in_reasoning
         self._request = request
         self._metrics = metrics
         self._prompt_only = prompt_only
@@ -113,6 +120,11 @@ class Generation:
     def usage(self) -> Usage:
         record = self._request.record
         return Usage(record.num_prompt_tokens, record.num_cached_tokens, record.num_output_tokens)
+
+    def note_tool_calls(self, index: int) -> None:
+        """What choice `index` says calls tools, which no other stage can know."""
+        if self._sequences[index].finish_reason == "stop":
+            self._sequences[index].finish_reason = "tool_calls"
 
     def abort(self) -> None:
         """Asks for the end of all sequences; their finishes still come."""

@@ -21,6 +21,7 @@ from gateway.field_checks import (
     invalid_value,
     refuse_unsupported,
 )
+from gateway.response_format import StructuredFields
 from protos.common.v1 import common_pb2
 from protos.tokenizer.v1 import tokenizer_pb2
 
@@ -42,12 +43,6 @@ NeutralValues = Mapping[str, tuple[object, ...]]
 
 # The values, besides null, that ask for nothing of each field that no endpoint supports.
 NEUTRAL_VALUES: Final[NeutralValues] = {
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
@@ -58,15 +53,9 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class UnsupportedFields(msgspec.Struct, kw_only=True):
+class UnsupportedFields(StructuredFields, kw_only=True):
     """Fields of both endpoints that are read only to be refused."""
 
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
     truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
 

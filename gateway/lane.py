@@ -102,10 +102,10 @@ class TokenizerLane(Lane[tokenizer_pb2.GetStatusResponse]):
         super().__init__(address)
         self._stub = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
 
-    async def encode(self, request: tokenizer_pb2.EncodeRequest) -> Sequence[int]:
-        """Token ids of a prompt. Raises TokenlineError, Unavailable if the replica is at fault."""
+    async def encode(self, request: tokenizer_pb2.EncodeRequest) -> tokenizer_pb2.EncodeResponse:
+        """A prompt as tokens. Raises TokenlineError, Unavailable if the replica is at fault."""
         response: tokenizer_pb2.EncodeResponse = await self._ask(self._stub.Encode, request)
-        return response.token_ids
+        return response
 
     async def decode(self, request: tokenizer_pb2.DecodeRequest) -> str:
         """The text of token ids. Raises as `encode`."""

@@ -37,6 +37,10 @@ class LineModel:
     generation_defaults: tokenizer_pb2.GenerationDefaults = field(
         default_factory=tokenizer_pb2.GenerationDefaults
     )
+    tool_call_format: tokenizer_pb2.ToolCallFormat.ValueType = (
+        tokenizer_pb2.TOOL_CALL_FORMAT_UNSPECIFIED
+    )
+    has_reasoning: bool = False
 
     @property
     def system_fingerprint(self) -> str:
@@ -107,10 +111,12 @@ class Lanes:
             max_model_len=min(status.max_model_len for status in engine_statuses),
             vocab_size=min(status.vocab_size for status in engine_statuses),
             generation_defaults=tokenizer_status.generation_defaults,
+            tool_call_format=tokenizer_status.tool_call_format,
+            has_reasoning=tokenizer_status.has_reasoning,
         )
 
-    async def encode(self, request: tokenizer_pb2.EncodeRequest) -> Sequence[int]:
-        """Token ids of a prompt."""
+    async def encode(self, request: tokenizer_pb2.EncodeRequest) -> tokenizer_pb2.EncodeResponse:
+        """A prompt as tokens."""
         return await self._ask_a_tokenizer(lambda lane: lane.encode(request))
 
     async def decode(self, request: tokenizer_pb2.DecodeRequest) -> str:

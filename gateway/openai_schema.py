@@ -32,15 +32,13 @@ _NEUTRAL_IN_CHATS: Final[NeutralValues] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "tool_choice": ("none", "auto"),
     "web_search_options": (),
 }
 _NEUTRAL_IN_COMPLETIONS: Final[NeutralValues] = {**NEUTRAL_VALUES, "suffix": ("",)}
 
 
 class ChatCompletionRequest(GenerationFields, kw_only=True):
-    """POST /v1/chat/completions. `messages` and `tools` are checked in chat_messages.py."""
+    """POST /v1/chat/completions. `messages` are checked in chat_messages.py, tools in tools.py."""
 
     neutral_values: ClassVar[NeutralValues] = _NEUTRAL_IN_CHATS
 
@@ -51,6 +49,7 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     tools: msgspec.Raw = msgspec.Raw(b"null")
     chat_template_kwargs: dict[str, Any] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -60,7 +59,6 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     function_call: Any = None
     functions: Any = None
     modalities: Any = None
-    parallel_tool_calls: Any = None
     web_search_options: Any = None
 
     @property

@@ -15,13 +15,18 @@ from gateway.live_request import LiveRequest
 from gateway.metrics import Metrics
 from protos.common.v1 import common_pb2
 from protos.detok.v1 import detok_pb2
+from protos.tokenizer.v1 import tokenizer_pb2
 from protos.wire.errors import InvalidRequest, RequestCancelled
 
 
 class _Encoded(NamedTuple):
-    """Token ids of each prompt, and the token sequences of the bad words."""
+    """Token ids of each prompt, and the token sequences of the bad words.
+
+    `in_reasoning`: the prompt, a chat, ends where the model's thoughts begin.
+    """
 
     prompts: list[Sequence[int]]
+    in_reasoning: bool
     bad_words: list[common_pb2.TokenSequence]
 
 
@@ -45,7 +50,10 @@ class Pipeline:
             encoded = await self._encode(job, request)
             rooms = [_max_tokens(job, len(token_ids)) for token_ids in encoded.prompts]
             async with Generation(
-                request, self._metrics, prompt_only=job.max_tokens == 0
+                request,
+                self._metrics,
+                prompt_only=job.max_tokens == 0,
+                in_reasoning=encoded.in_reasoning,
             ) as generation:
                 for token_ids, max_tokens in zip(encoded.prompts, rooms, strict=True):
                     record = _record(job, token_ids, max_tokens, encoded.bad_words)
@@ -64,15 +72,19 @@ class Pipeline:
                 )
             )
             request.on_timeout(lambda: encoding.interrupt(timed_out()))
-            prompts = [
-                prompt if isinstance(prompt, tuple) else await self._lanes.encode(prompt)
+            responses = [
+                tokenizer_pb2.EncodeResponse(token_ids=prompt)
+                if isinstance(prompt, tuple)
+                else await self._lanes.encode(prompt)
                 for prompt in job.prompts
             ]
             bad_words = await banned_sequences(
                 job.bad_words, job.model.vocab_size, self._lanes.encode
             )
+        prompts: list[Sequence[int]] = [response.token_ids for response in responses]
         request.count_prompt_tokens(sum(map(len, prompts)))
-        return _Encoded(prompts, bad_words)
+        in_reasoning = any(response.in_reasoning for response in responses)
+        return _Encoded(prompts, in_reasoning, bad_words)
 
     def _start(self, job: Job, record: common_pb2.GenerationRecord, generation: Generation) -> None:
         """Begins every choice of one prompt, all on one engine: they share the prompt's KV."""
@@ -127,6 +139,7 @@ def _submit(
         stop=job.stop,
         include_stop_str_in_output=job.include_stop_str_in_output,
         skip_special_tokens=job.skip_special_tokens,
+        shown_control_tokens=job.shown_control_tokens,
     )
     submit.record.sampling.seed = choice_seed(job.seed, index)
     return submit

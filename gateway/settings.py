@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from gateway.tool_call_format import AUTO, SETTINGS
 from protos.wire.settings import REQUIRED, parse_size, setting
 
 
@@ -52,6 +53,15 @@ class Settings:
         (),
         "Web pages that may call the API: https://host[,https://host…], or * for all.",
         parse=parse_origins,
+    )
+    tool_call_format: str = setting(
+        AUTO, "How the model writes tool calls; auto: as its chat template shows.", choices=SETTINGS
+    )
+    reasoning: str = setting(
+        "auto",
+        "Whether text between <think> and </think> is told from the answer; auto: where the "
+        "model's chat template shows it.",
+        choices=("auto", "on", "off"),
     )
     ping_seconds: float = setting(
         15.0, "A stream with nothing to say sends a comment this often.", minimum=0.01

@@ -30,6 +30,8 @@ class CallFormat:
 HERMES: Final = CallFormat("<tool_call>", "", "", "</tool_call>", False, "arguments")
 LLAMA3_JSON: Final = CallFormat("<|python_tag|>", "", ";", "", True, "parameters")
 MISTRAL: Final = CallFormat("[TOOL_CALLS]", "[", ",", "]", False, "arguments")
+# For a model of no known format that is held to calling.
+BARE_JSON: Final = CallFormat("<|python_tag|>", "", ";", "", True, "arguments")
 
 _BY_NAME: Final = {"hermes": HERMES, "llama3_json": LLAMA3_JSON, "mistral": MISTRAL}
 _BY_WIRE: Final = {

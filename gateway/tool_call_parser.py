@@ -29,7 +29,7 @@ class ToolCallParser:
     comes until then is held, and given back as text if it proves to be no call. Blanks next to a
     call are layout and belong to no text. Calls beyond `max_calls` are left out.
 
-    opened: the text is known to consist of calls, whose opener may be missing.
+    begins_bare: calls may begin the text without their opener, whatever the format.
     """
 
     def __init__(
@@ -38,12 +38,14 @@ class ToolCallParser:
         names: Collection[str],
         *,
         max_calls: int | None = None,
-        opened: bool = False,
+        begins_bare: bool = False,
     ) -> None:
         self._form = form
         self._names = names
         self._max_calls = max_calls
-        self._bare_beginnings = "{" + form.bracket if opened else "{" if form.begins_bare else ""
+        self._bare_beginnings = (
+            "{" + form.bracket if begins_bare else "{" if form.begins_bare else ""
+        )
         self._state: _State = self._text
         self._events: list[ChatEvent] = []
         # Text that may still prove to be either.

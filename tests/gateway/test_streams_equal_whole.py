@@ -7,8 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.answers import Choice
-from gateway.chat_completions import ChatForm
+from gateway.chat_form import ChatForm
 from gateway.completions import CompletionForm
 from gateway.generation import Usage
 from gateway.lanes import LineModel
@@ -52,7 +51,7 @@ def events(sent: bytes) -> list[dict[str, Any]]:
 
 
 def whole_choice(form: ChatForm | CompletionForm, outputs: Sequence[detok_pb2.Output]) -> Any:
-    choice = Choice()
+    choice = form.new_choice()
     for one in outputs:
         choice.add(one)
     (made,) = json.loads(form.body([choice], USAGE))["choices"]

@@ -139,13 +139,13 @@ def test_calls_over_the_maximum_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_a_text_that_must_be_calls_needs_no_opener(form: CallFormat) -> None:
+def test_calls_may_begin_bare_where_that_is_said(form: CallFormat) -> None:
     text = call(form, "g", '{"a": 1}')
     if form.bracket:
         text = f"[{text}]"
-    assert result(parse(form, [text], opened=True)) == ("", [("g", '{"a": 1}')])
+    assert result(parse(form, [text], begins_bare=True)) == ("", [("g", '{"a": 1}')])
     closed = f"{form.opener}{text}{form.closer if not form.bracket else ''}"
-    assert result(parse(form, [closed], opened=True)) == ("", [("g", '{"a": 1}')])
+    assert result(parse(form, [closed], begins_bare=True)) == ("", [("g", '{"a": 1}')])
 
 
 def test_ids_differ() -> None:
@@ -233,11 +233,11 @@ def test_calls_are_found_in_every_chunking(
 
 @given(st.sampled_from(list(FORMATS.values())), scraps, st.booleans(), st.data())
 def test_events_do_not_depend_on_the_chunking(
-    form: CallFormat, text: str, opened: bool, data: st.DataObject
+    form: CallFormat, text: str, bare: bool, data: st.DataObject
 ) -> None:
-    whole = without_ids(parse(form, [text], opened=opened))
-    assert without_ids(parse(form, list(text), opened=opened)) == whole
-    assert without_ids(parse(form, cut(data.draw, text), opened=opened)) == whole
+    whole = without_ids(parse(form, [text], begins_bare=bare))
+    assert without_ids(parse(form, list(text), begins_bare=bare)) == whole
+    assert without_ids(parse(form, cut(data.draw, text), begins_bare=bare)) == whole
 
 
 @given(st.sampled_from(list(FORMATS.values())), scraps)
