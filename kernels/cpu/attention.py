@@ -1,9 +1,10 @@
 """Paged attention on torch's CPU build: tiles of queries, batched by shape, over gathered keys.
 
-A step's queries are cut into tiles, each with the keys it can see. Tiles are padded up to a few
-sizes, those of one size run in one call, and how far a tile is padded depends on itself alone: so
-does its result. For that, its queries must also be even in number: MKL gives the odd row of a
-product to a routine that sums by the memory's alignment.
+A query's result has the same bits however its sequence is cut into steps and whatever shares the
+batch. For that, which keys are read beside a query, masked ones included, is settled by its
+position alone: positions are divided into ranges, and all queries of a range read the same keys.
+And products have a multiple of four rows: of those, MKL computes each alike, while it gives what is
+left over of four to routines that sum in another order.
 """
 
 from collections.abc import Iterator
@@ -15,8 +16,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-# Queries of a tile. The keys after a tile's last query are not read, so smaller tiles waste less
-# of the causal triangle, larger ones gather the same keys less often.
+# Ranges of positions end at these, and beyond the last at its distance from the one before. Longer
+# ranges make fewer shapes to run one after the other, shorter ones less padding: past the first
+# two, it is at most half of what is read.
+_RANGE_ENDS = (0, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+# The most queries of a tile: what is computed above the diagonal grows with it.
 _QUERY_TILE = 128
 # Keys gathered in one call: keeps the copies (12 MiB at this size for 3 heads of 64, float32) in
 # the last-level cache.
@@ -103,8 +107,8 @@ class PagedAttention:
             # The heads that share a KV head become the queries of one product.
             group = heads // kv_heads
             query = query.view(num_tiles, kv_heads, group, dim)
-            if group % 2:
-                query = F.pad(query, (0, 0, 0, 1))
+            if group % 4:
+                query = F.pad(query, (0, 0, 0, -group % 4))
             attended = F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
             return attended[:, :, :group].reshape(num_tiles, heads, dim)
         query = query.view(num_tiles, num_queries, heads, dim).transpose(1, 2)
@@ -128,16 +132,16 @@ class PagedAttention:
 
 
 def _make_tiles(plan: PagedPlan, sliding_window: int) -> Iterator[_Tiles]:
-    sequences, offsets = _tile_borders(plan.num_queries)
-    num_queries = np.minimum(plan.num_queries[sequences] - offsets, _QUERY_TILE)
-    first_queries = plan.first_queries[sequences] + offsets
-    first_positions = plan.seq_lens[sequences] - plan.num_queries[sequences] + offsets
+    range_ends = _range_ends(int(plan.seq_lens.max()))
+    sequences, first_positions, num_queries = _cut(plan, range_ends)
+    positions_before = first_positions - (plan.seq_lens - plan.num_queries)[sequences]
+    first_queries = plan.first_queries[sequences] + positions_before
+    ranges = np.searchsorted(range_ends, first_positions, side="right")
     first_keys = np.zeros_like(first_positions)
     if sliding_window:
-        first_keys = np.maximum(first_positions + 1 - sliding_window, 0)
-    num_keys = first_positions + num_queries - first_keys
-    padded_queries = np.where(num_queries == 1, 1, _padded_size(num_queries, step=2))
-    padded_keys = _padded_size(num_keys, step=plan.block_size)
+        first_keys = np.maximum(range_ends[ranges - 1] + 1 - sliding_window, 0)
+    padded_keys = range_ends[ranges] - first_keys
+    padded_queries = np.where(num_queries == 1, 1, _padded_queries(num_queries))
     order = np.lexsort((padded_keys, padded_queries))
     shapes = np.stack([padded_queries, padded_keys])[:, order]
     borders = np.flatnonzero(np.any(np.diff(shapes, axis=1), axis=0)) + 1
@@ -154,24 +158,39 @@ def _make_tiles(plan: PagedPlan, sliding_window: int) -> Iterator[_Tiles]:
                 num_queries[chosen],
                 first_positions[chosen],
                 first_keys[chosen],
-                num_keys[chosen],
                 sliding_window,
             )
 
 
-def _tile_borders(num_queries: Integers) -> tuple[Integers, Integers]:
-    """The sequence of each tile, and its first query's place among that sequence's queries."""
-    num_tiles = -(-num_queries // _QUERY_TILE)
-    sequences = np.repeat(np.arange(len(num_queries)), num_tiles)
-    first_tiles = np.cumsum(num_tiles) - num_tiles
-    return sequences, (np.arange(len(sequences)) - first_tiles[sequences]) * _QUERY_TILE
+def _range_ends(max_position: int) -> Integers:
+    """The ends of all ranges up to one beyond `max_position`."""
+    last = _RANGE_ENDS[-1]
+    step = last - _RANGE_ENDS[-2]
+    return np.concatenate([_RANGE_ENDS, np.arange(last + step, max_position + 2 * step, step)])
 
 
-def _padded_size(sizes: Integers, step: int) -> Integers:
-    """Rounds up to step · {1, 2, 3, 4, 6, 8, 12, 16, …}: at most half as much again, few sizes."""
-    steps = -(-sizes // step)
-    power = 1 << np.ceil(np.log2(steps)).astype(np.int64)
-    return step * np.where(4 * steps <= 3 * power, 3 * power // 4, power)
+def _cut(plan: PagedPlan, range_ends: Integers) -> tuple[Integers, Integers, Integers]:
+    """Tiles: their sequence, position of the first query, and number of queries.
+
+    None reaches over the end of a range or over a multiple of _QUERY_TILE.
+    """
+    ends = np.union1d(range_ends, np.arange(0, range_ends[-1], _QUERY_TILE))
+    first_positions = plan.seq_lens - plan.num_queries
+    first_tiles = np.searchsorted(ends, first_positions, side="right")
+    num_tiles = np.searchsorted(ends, plan.seq_lens - 1, side="right") - first_tiles + 1
+    sequences = np.repeat(np.arange(len(num_tiles)), num_tiles)
+    tiles_before = np.cumsum(num_tiles) - num_tiles
+    tiles = first_tiles[sequences] + np.arange(len(sequences)) - tiles_before[sequences]
+    starts = np.maximum(ends[tiles - 1], first_positions[sequences])
+    stops = np.minimum(ends[tiles], plan.seq_lens[sequences])
+    return sequences, starts, stops - starts
+
+
+def _padded_queries(num_queries: Integers) -> Integers:
+    """Up to 4 · {1, 2, 3, 4, 6, 8, 12, 16, …}: at most half as many again, few sizes."""
+    fours = -(-num_queries // 4)
+    power = 1 << np.ceil(np.log2(fours)).astype(np.int64)
+    return 4 * np.where(4 * fours <= 3 * power, 3 * power // 4, power)
 
 
 def _batch_tiles(
@@ -182,11 +201,10 @@ def _batch_tiles(
     num_queries: Integers,
     first_positions: Integers,
     first_keys: Integers,
-    num_keys: Integers,
     sliding_window: int,
 ) -> _Tiles:
-    # Padding repeats a tile's last query, and its last key behind the mask: a masked key's weight
-    # is 0, but 0 times what another sequence left in the cache could be NaN.
+    # Padding repeats a tile's last query, and behind the mask its sequence's last key: a masked
+    # key's weight is 0, but 0 times what another sequence left in the cache could be NaN.
     query_offsets = np.arange(shape[0])
     is_query = query_offsets < num_queries[:, None]
     query_offsets = np.minimum(query_offsets, num_queries[:, None] - 1)
@@ -195,7 +213,7 @@ def _batch_tiles(
 
     key_offsets = np.arange(shape[1])
     key_positions = first_keys[:, None] + key_offsets
-    read_positions = first_keys[:, None] + np.minimum(key_offsets, num_keys[:, None] - 1)
+    read_positions = np.minimum(key_positions, plan.seq_lens[sequences, None] - 1)
     blocks = plan.block_table[sequences[:, None], read_positions // plan.block_size]
     slots = blocks * plan.block_size + read_positions % plan.block_size
 

@@ -184,17 +184,58 @@ def test_a_row_is_bit_equal_alone_and_among_others(kernels, randn) -> None:
             assert torch.equal(part, whole[first : first + size])
 
 
-def test_a_decoded_row_of_attention_is_bit_equal_alone_and_among_others(kernels, randn) -> None:
-    batch = [*BATCHES["decode"], *BATCHES["mixture"]]
-    query, kv_layer, (cu_seqlens, seq_lens, block_table) = paged_batch(
-        randn, batch, heads=3, kv_heads=1, dim=64, dtype=torch.float32
+def test_rope_gives_a_token_the_same_bits_alone_and_among_others(kernels, randn) -> None:
+    tokens, heads, dim = 301, 3, 80
+    query, key, angles = randn(tokens, heads, dim), randn(tokens, 1, dim), randn(tokens, dim // 2)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    norms = randn(dim), randn(dim)
+
+    def run(chosen: slice) -> tuple[Tensor, Tensor]:
+        kv_layer = torch.zeros(2, 19, 16, 1, dim)
+        slots = torch.arange(tokens)[chosen]
+        arguments = query[chosen].clone(), cos_sin[chosen], key[chosen].clone(), key[chosen]
+        rotated = kernels.rope_and_cache(*arguments, cos_sin[chosen], kv_layer, slots, *norms, EPS)
+        return rotated, kv_layer.flatten(1, 2)[0, chosen]
+
+    whole = run(slice(0, tokens))
+    for first, size in [(0, 1), (300, 1), (5, 2), (7, 33), (100, 177)]:
+        chosen = slice(first, first + size)
+        for part, all_tokens in zip(run(chosen), whole, strict=True):
+            assert torch.equal(part, all_tokens[chosen])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 64), (4, 2, 16), (2, 2, 80)])
+@pytest.mark.parametrize("sliding_window", [0, 24])
+def test_attention_gives_a_query_the_same_bits_in_any_batch_and_chunk(
+    kernels, randn, heads, kv_heads, dim, sliding_window
+) -> None:
+    lengths = [1, 31, 33, 150, 600]
+    query, kv_layer, (cu_seqlens, _, block_table) = paged_batch(
+        randn, [(n, n) for n in lengths], heads, kv_heads, dim, torch.float32
     )
-    plan = kernels.plan_attention(cu_seqlens, seq_lens, block_table, 16)
-    whole = kernels.paged_attention(query, kv_layer, plan, 0.125)
-    for row, (_, queries) in enumerate(batch):
-        first, last = cu_seqlens[row], cu_seqlens[row + 1]
+
+    def attend(pieces: list[tuple[int, int, int]]) -> list[Tensor]:
+        """Runs pieces (row, first position, one after the last) as the sequences of one batch."""
+        rows = torch.tensor([row for row, _, _ in pieces])
+        sizes = [last - first for _, first, last in pieces]
         plan = kernels.plan_attention(
-            torch.tensor([0, queries]), seq_lens[row : row + 1], block_table[row : row + 1], 16
+            torch.tensor([0, *sizes]).cumsum(0),
+            torch.tensor([last for _, _, last in pieces]),
+            block_table[rows],
+            16,
         )
-        alone = kernels.paged_attention(query[first:last], kv_layer, plan, 0.125)
-        assert torch.equal(alone, whole[first:last])
+        queries = [query[cu_seqlens[row] :][first:last] for row, first, last in pieces]
+        attended = kernels.paged_attention(
+            torch.cat(queries), kv_layer, plan, dim**-0.5, sliding_window
+        )
+        return list(attended.split(sizes))
+
+    whole = attend([(row, 0, length) for row, length in enumerate(lengths)])
+    pieces = [(4, 599, 600), (3, 149, 150), (2, 32, 33), (4, 100, 357), (3, 0, 16), (1, 30, 31)]
+    for batch in [
+        pieces,
+        *([piece] for piece in pieces),
+        [(4, p, p + 1) for p in range(0, 600, 7)],
+    ]:
+        for (row, first, last), actual in zip(batch, attend(batch), strict=True):
+            assert torch.equal(actual, whole[row][first:last])

@@ -57,6 +57,17 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
 
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            raise StartupError(
+                f"a model with {self.num_heads} heads over {self.num_kv_heads} KV heads of "
+                f"{self.head_dim} values cannot be served"
+            )
+        if len(self.sliding_windows) != self.num_layers:
+            raise StartupError(
+                f"layer_types names {len(self.sliding_windows)} layers of {self.num_layers}"
+            )
+
     @property
     def query_size(self) -> int:
         return self.num_heads * self.head_dim

@@ -110,6 +110,7 @@ def reference(reader: gguf.GGUFReader) -> LlamaForCausalLM:
     model = model.to_empty(device="cpu").eval()
     model.load_state_dict(state, strict=False)
     model.tie_weights()
+    # Its frequencies are computed, not in the file, and to_empty() lost them.
     model.model.rotary_emb.__init__(config)
     return model
 

@@ -50,6 +50,15 @@ def test_sliding_windows_are_those_of_each_family(tmp_path: Path) -> None:
         ({"quantization_config": {"quant_method": "gptq"}}, ["'gptq'"]),
         ({"hidden_act": "gelu"}, ["'gelu'", "silu"]),
         ({"rope_scaling": {"type": "longrope"}}, ["'longrope'", "yarn"]),
+        ({"num_key_value_heads": 3}, ["4 heads over 3 KV heads"]),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "use_sliding_window": True,
+                "layer_types": ["full_attention"],
+            },
+            ["layer_types names 1 layers of 2"],
+        ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["part of a head"]),
     ],
 )
