@@ -19,7 +19,8 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     """TokenizerService; a chat is its contents one after the other.
 
     `error` is raised by Encode when set; `gate` must be set for Encode to answer. `encoded` records
-    the requests. `defaults` are the model's own.
+    the requests. `defaults` are the model's own, as are `tool_call_format` and `has_reasoning`;
+    `in_reasoning` is what Encode says of every chat.
     """
 
     def __init__(self, model: common_pb2.ModelIdentity) -> None:
@@ -29,6 +30,9 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self.gate.set()
         self.encoded: list[tokenizer_pb2.EncodeRequest] = []
         self.defaults = tokenizer_pb2.GenerationDefaults()
+        self.tool_call_format = tokenizer_pb2.TOOL_CALL_FORMAT_UNSPECIFIED
+        self.has_reasoning = False
+        self.in_reasoning = False
 
     async def Encode(
         self, request: tokenizer_pb2.EncodeRequest, context: Any
@@ -40,10 +44,12 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         text = request.text.text
         if request.WhichOneof("input") == "chat":
             messages = json.loads(request.chat.messages_json)
-            text = "".join(message["content"] for message in messages)
+            text = "".join(message.get("content") or "" for message in messages)
         token_ids = text.encode()
         strings = [chr(token_id) for token_id in token_ids if request.return_token_strings]
-        return tokenizer_pb2.EncodeResponse(token_ids=token_ids, token_strings=strings)
+        return tokenizer_pb2.EncodeResponse(
+            token_ids=token_ids, token_strings=strings, in_reasoning=self.in_reasoning
+        )
 
     async def Decode(
         self, request: tokenizer_pb2.DecodeRequest, context: Any
@@ -61,6 +67,8 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             context_length=4096,
             has_chat_template=True,
             generation_defaults=self.defaults,
+            tool_call_format=self.tool_call_format,
+            has_reasoning=self.has_reasoning,
         )
 
     async def GetTokenizer(self, request: Any, context: Any) -> Any:
