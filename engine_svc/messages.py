@@ -13,7 +13,7 @@ from engine_svc.planning.errors import (
 )
 from engine_svc.planning.limits import SchedulerLoad
 from engine_svc.planning.request import Finish, FinishReason, Request, RequestOutput
-from engine_svc.planning.step import SamplingParameters, TokenLogprobs
+from engine_svc.planning.step import Grammar, GrammarForm, SamplingParameters, TokenLogprobs
 from protos.common.v1 import common_pb2
 from protos.engine.v1 import engine_pb2
 from protos.wire.errors import (
@@ -92,7 +92,14 @@ def _sampling_from_proto(
         bad_words=tuple(tuple(word.token_ids) for word in sampling.bad_words),
         prompt_logprobs=sampling.prompt_logprobs,
         top_prompt_logprobs=sampling.top_prompt_logprobs if sampling.prompt_logprobs else 0,
+        grammar=_grammar_from_proto(sampling.grammar),
     )
+
+
+def _grammar_from_proto(grammar: common_pb2.Grammar) -> Grammar | None:
+    """Whether it can be enforced is found out later, when it is compiled."""
+    form = grammar.WhichOneof("form")
+    return None if form is None else Grammar(GrammarForm(form), getattr(grammar, form))
 
 
 def _check_logit_bias(sampling: common_pb2.SamplingParameters, vocab_size: int) -> None:

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from engine_svc.engine_loop import EngineLoop, Executor
+from engine_svc.grammar_gate import Compiler, GrammarGate
 from engine_svc.messages import load_to_proto, output_to_proto, request_from_record
 from engine_svc.planning.limits import SchedulerConfig
 from engine_svc.planning.request import Request, RequestOutput
@@ -37,7 +38,8 @@ class SequenceKey:
 class EngineService(engine_pb2_grpc.EngineServiceServicer):
     """Serves one model. An async context manager, which runs the engine's thread.
 
-    `on_failure` is called when the engine cannot go on; `failure` then says why.
+    `on_failure` is called when the engine cannot go on; `failure` then says why. Without a
+    `compiler`, requests with a grammar are refused.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         config: SchedulerConfig,
         model: common_pb2.ModelIdentity,
         on_failure: Callable[[], None],
+        compiler: Compiler | None = None,
     ) -> None:
         self._engine = EngineLoop(Scheduler(config), executor, self._deliver, on_failure)
+        self._gate = GrammarGate(compiler, self._engine.submit, self._deliver)
         self._vocab_size = executor.vocab_size
         self._config = config
         self._model = model
@@ -71,6 +75,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._gate.fail_all(_engine_draining())
         await self._engine.__aexit__(kind, error, traceback)
 
     # The gRPC methods
@@ -97,14 +102,16 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
 
     def submit(self, submit: engine_pb2.Submit, outbox: EngineOutbox) -> None:
         if self._draining:
-            raise Unavailable("This engine is shutting down.", code="engine_draining")
+            raise _engine_draining()
         key = SequenceKey(outbox, submit.sequence_id, submit.request_id, submit.traceparent)
-        self._engine.submit(request_from_record(submit.record, key, self._vocab_size))
+        self._gate.admit(request_from_record(submit.record, key, self._vocab_size))
         self._num_live += 1
         self._idle.clear()
 
     def abort(self, sequence_id: int, outbox: EngineOutbox) -> None:
-        self._engine.abort(SequenceKey(outbox, sequence_id))
+        key = SequenceKey(outbox, sequence_id)
+        if not self._gate.abort(key):
+            self._engine.abort(key)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -127,9 +134,13 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:
             logger.warning("%d sequences still run after %s s", self._num_live, seconds)
-            error = Unavailable("This engine is shutting down.", code="engine_draining")
-            self._engine.fail_all(error)
+            self._gate.fail_all(_engine_draining())
+            self._engine.fail_all(_engine_draining())
             await self._idle.wait()
+
+
+def _engine_draining() -> Unavailable:
+    return Unavailable("This engine is shutting down.", code="engine_draining")
 
 
 def _log_finish(key: SequenceKey, request: Request) -> None:

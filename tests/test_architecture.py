@@ -61,7 +61,7 @@ TABLE: Mapping[str, Allowed] = {
     "engine_svc.compute": allowed(
         # A model that cannot be loaded is a StartupError, as everywhere.
         {"engine_svc.compute", "engine_svc.planning", "kernels", "protos.wire.errors"},
-        {"gguf", "numpy", "psutil", "safetensors", "torch"},
+        {"gguf", "llguidance", "numpy", "psutil", "safetensors", "torch"},
     ),
     "kernels": allowed({"kernels"}, {"numpy", "torch", "triton"}),
     "compose": allowed({"compose"}, {"httpx2", "huggingface_hub", "psutil", "rich", "typer"}),

@@ -1,13 +1,15 @@
 """The compute half of the engine: a loaded model that turns each StepPlan into a StepResult."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine_svc.compute.grammar_compiler import GrammarCompiler
+from engine_svc.compute.grammar_rows import GrammarRows
 from engine_svc.compute.kv_storage import KvLayout
 from engine_svc.compute.memory import format_bytes, free_memory_bytes
 from engine_svc.compute.model.config import ModelConfig
@@ -20,6 +22,7 @@ from engine_svc.planning.step import (
     RowStart,
     RowStep,
     SampledToken,
+    SamplingError,
     SamplingParameters,
     StepPlan,
     StepResult,
@@ -56,6 +59,7 @@ class Executor:
         self._sampler = sampler
         self._kv_cache = kv_cache
         self._batch = batch
+        self._grammars: GrammarRows | None = None
 
     @classmethod
     def load(cls, model: Path, config: ExecutorConfig, report: Callable[[str], None]) -> "Executor":
@@ -113,10 +117,17 @@ class Executor:
     def max_model_len(self) -> int:
         return self._batch.max_model_len
 
+    def follow_grammars(self, compiler: GrammarCompiler) -> None:
+        """Once, before the first step: rows may have grammars from now on."""
+        self._grammars = GrammarRows(compiler, torch.get_num_threads())
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Computes a step. After an exception the plan's rows hold nothing of use."""
         inputs = self._batch.apply(plan)
+        if self._grammars is not None:
+            for start in plan.starts:
+                self._grammars.start(start)
         if not len(inputs.token_ids):
             return StepResult()
         logits = self._decoder.forward(inputs, self._kv_cache)
@@ -127,9 +138,16 @@ class Executor:
     def _sample(self, plan: StepPlan, inputs: StepInputs, logits: Tensor) -> StepResult:
         rows = np.array([step.row for step in plan.steps if step.samples], np.int64)
         seq_lens = inputs.seq_lens[inputs.sampled_sequences].numpy()
-        sampled = self._sampler.sample(logits, self._batch.sampling_inputs(rows, seq_lens))
+        sampling = self._batch.sampling_inputs(rows, seq_lens)
+        mask = None if self._grammars is None else self._grammars.mask(rows.tolist())
+        if mask is not None:
+            sampling = replace(sampling, masks=(mask, *sampling.masks))
+        sampled = self._sampler.sample(logits, sampling)
         self._batch.append(rows, seq_lens, sampled.token_ids.numpy())
-        return _to_result(rows, sampled)
+        errors, completed = list(sampled.errors), [False] * len(rows)
+        if self._grammars is not None and mask is not None:
+            completed = self._grammars.accept(rows.tolist(), sampled.token_ids.tolist(), errors)
+        return _to_result(rows, sampled, errors, completed)
 
     def _warm_up(self) -> None:
         """One token through all the code, so that the first request does not pay for first calls.
@@ -140,15 +158,21 @@ class Executor:
         self.execute(StepPlan([start], [RowStep(0, 0, 1, [0], samples=True)]))
 
 
-def _to_result(rows: np.ndarray, sampled: SampledBatch) -> StepResult:
+def _to_result(
+    rows: np.ndarray,
+    sampled: SampledBatch,
+    errors: Sequence[SamplingError | None],
+    completed: Sequence[bool],
+) -> StepResult:
     return StepResult(
         tuple(
-            SampledToken(row, token_id, None if error else logprobs, error)
-            for row, token_id, logprobs, error in zip(
+            SampledToken(row, token_id, None if error else logprobs, error, completes)
+            for row, token_id, logprobs, error, completes in zip(
                 rows.tolist(),
                 sampled.token_ids.tolist(),
                 sampled.logprobs,
-                sampled.errors,
+                errors,
+                completed,
                 strict=True,
             )
         )

@@ -35,7 +35,7 @@ class Finish:
     error: Exception | None = None
 
 
-_END_OF_SEQUENCE: Final = Finish(FinishReason.STOP)
+_STOP: Final = Finish(FinishReason.STOP)
 _LENGTH: Final = Finish(FinishReason.LENGTH)
 
 
@@ -127,10 +127,10 @@ class Request:
             return RequestStatus.PREFILLING
         return RequestStatus.DECODING
 
-    def finish_by_rules(self) -> Finish | None:
-        """The finish that the newest token brings, if any.
+    def finish_by_rules(self, completes: bool = False) -> Finish | None:
+        """The finish that the newest token brings, if any; `completes` as in SampledToken.
 
-        An EOS or stop token wins over the length that it happens to reach. max_tokens is the only
+        What stops a sequence wins over the length that it happens to reach. max_tokens is the only
         length to look at: the scheduler refuses requests whose max_tokens is more than the room.
         """
         num_tokens = len(self.token_ids)
@@ -139,9 +139,11 @@ class Request:
         token_id = self.token_ids[-1]
         sampling = self.sampling
         if token_id in sampling.eos_token_ids:
-            return _END_OF_SEQUENCE
+            return _STOP
         if token_id in sampling.stop_token_ids:
             return Finish(FinishReason.STOP, stop_token_id=token_id)
+        if completes:
+            return _STOP
         if num_tokens >= self.num_prompt_tokens + sampling.max_tokens:
             return _LENGTH
         return None

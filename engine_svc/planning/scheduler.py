@@ -246,13 +246,13 @@ class Scheduler:
                 if of_prompt:
                     outputs.append(RequestOutput(request, prompt_logprobs=of_prompt))
                 continue
-            _, token_id, logprobs, error = token
+            _, token_id, logprobs, error, completes = token
             if error is not None:
                 outputs.append(self._end_unsampled(request, error))
                 continue
             advance(request, num_scheduled)
             request.token_ids.append(token_id)
-            finish = request.finish_by_rules()
+            finish = request.finish_by_rules(completes)
             if finish is not None:
                 self._end(request, finish)
             listed = () if logprobs is None else (logprobs,)
@@ -263,7 +263,7 @@ class Scheduler:
     def _end_unsampled(self, request: Request, error: SamplingError) -> RequestOutput:
         """Ends a request that has no next token. Its KV may be at fault, so nobody reuses it."""
         self._tables.distrust(request)
-        kind = NoTokenLeft if error is SamplingError.NO_TOKEN_LEFT else SamplingFailed
+        kind = SamplingFailed if error is SamplingError.BAD_LOGITS else NoTokenLeft
         return self._end(request, Finish(FinishReason.ERROR, error=kind(error.value)))
 
     def fail(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:

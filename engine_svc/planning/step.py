@@ -16,6 +16,21 @@ from enum import StrEnum
 from typing import NamedTuple
 
 
+class GrammarForm(StrEnum):
+    """The notations of protos.common.v1.Grammar, by their names there."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "grammar"
+
+
+class Grammar(NamedTuple):
+    """What a sequence's text must match."""
+
+    form: GrammarForm
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
     """How tokens of one sequence are chosen; the fields of protos.common.v1.SamplingParameters."""
@@ -41,6 +56,7 @@ class SamplingParameters:
     bad_words: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: bool = False
     top_prompt_logprobs: int = 0
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +119,21 @@ class SamplingError(StrEnum):
 
     BAD_LOGITS = "the model gave logits that are not numbers"
     NO_TOKEN_LEFT = "what the request allows, bans and requires leaves no token possible"
+    GRAMMAR_FAILED = "the grammar has become too complex to follow"
 
 
 class SampledToken(NamedTuple):
     """The token sampled for `row`; `logprobs` is set when the row's parameters ask for it.
 
-    `error` is set instead when there is no such token.
+    `error` is set instead when there is no such token. `completes` says that the row's grammar lets
+    nothing follow the token.
     """
 
     row: int
     token_id: int
     logprobs: TokenLogprobs | None = None
     error: SamplingError | None = None
+    completes: bool = False
 
 
 class PromptLogprobs(NamedTuple):

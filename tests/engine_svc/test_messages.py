@@ -14,7 +14,7 @@ from engine_svc.planning.errors import (
 )
 from engine_svc.planning.limits import SchedulerLoad
 from engine_svc.planning.request import Finish, FinishReason, Request, RequestOutput
-from engine_svc.planning.step import SamplingParameters, TokenLogprobs
+from engine_svc.planning.step import Grammar, GrammarForm, SamplingParameters, TokenLogprobs
 from protos.common.v1 import common_pb2
 from protos.wire.errors import InternalError, InvalidRequest, Overloaded, Unavailable
 
@@ -87,6 +87,14 @@ def test_every_field_of_a_record_reaches_the_request() -> None:
         prompt_logprobs=True,
         top_prompt_logprobs=6,
     )
+
+
+@pytest.mark.parametrize("form", GrammarForm)
+def test_a_grammar_of_each_form_reaches_the_request(form: GrammarForm) -> None:
+    with_grammar = record()
+    with_grammar.sampling.grammar.CopyFrom(common_pb2.Grammar(**{form.value: "text"}))
+    request = request_from_record(with_grammar, "key", VOCAB_SIZE)
+    assert request.sampling.grammar == Grammar(form, "text")
 
 
 @pytest.mark.parametrize(

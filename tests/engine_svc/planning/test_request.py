@@ -39,6 +39,11 @@ def test_a_token_that_is_both_eos_and_a_stop_token_counts_as_eos() -> None:
     assert Request("a", [7, EOS], 1, sampling).finish_by_rules() == Finish(FinishReason.STOP)
 
 
+def test_a_token_that_completes_the_grammar_stops_even_at_the_length() -> None:
+    request = Request("a", [7, 1, 2, 3], 1, SAMPLING)
+    assert request.finish_by_rules(completes=True) == Finish(FinishReason.STOP)
+
+
 def test_higher_priority_goes_first_then_the_earlier_arrival() -> None:
     requests = [Request(index, [1], 1, SAMPLING, priority) for index, priority in enumerate([0, 2])]
     requests.append(Request(2, [1], 1, SAMPLING, 2))
