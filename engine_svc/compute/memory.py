@@ -1,8 +1,13 @@
-"""How much memory this process may still take: of the machine, or of the container it runs in."""
+"""How much memory a model takes, and how much is free: of the machine, or of the container."""
 
+import math
 from pathlib import Path
 
 import psutil
+import torch
+
+from engine_svc.compute.model.config import ModelConfig
+from engine_svc.compute.model.weights import expected_shapes
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -28,3 +33,21 @@ def format_bytes(num_bytes: int) -> str:
             return f"{size:.4g} {unit}"
         size /= 1024
     return f"{size:.4g} GiB"
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What a model's weights take once they are loaded."""
+    values = sum(math.prod(shape) for shape in expected_shapes(config).values())
+    if config.tie_word_embeddings:
+        # The head is laid out for products, the embedding for look-ups.
+        values += config.vocab_size * config.hidden_size
+    return values * dtype.itemsize
+
+
+def step_bytes(config: ModelConfig, dtype: torch.dtype, max_tokens: int, max_rows: int) -> int:
+    """About what the largest step holds at once: a layer's activations, then the logits, of which
+    the sampler makes a few copies."""
+    per_token = 4 * (config.hidden_size + config.intermediate_size)
+    per_token += 2 * (config.query_size + config.kv_size)
+    logits = 8 * max_rows * config.vocab_size * torch.float32.itemsize
+    return max_tokens * per_token * dtype.itemsize + logits
