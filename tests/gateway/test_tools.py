@@ -246,11 +246,11 @@ async def test_a_demanded_call_is_held_to_by_a_grammar(line: GatewayLine) -> Non
     _, reasons = await both(line, tools=[SEARCH, CLOCK], tool_choice="required")
     assert reasons == ["tool_calls"]
     grammar = line.detok.submitted[0].record.sampling.grammar.grammar
-    assert '\\"name\\": \\"search\\"' in grammar and '\\"name\\": \\"clock\\"' in grammar
+    assert '{"const":"search"}' in grammar and '{"const":"clock"}' in grammar
     line.detok.submitted.clear()
     await line.chat(tools=[SEARCH, CLOCK], tool_choice=NAMED)
     grammar = line.detok.submitted[0].record.sampling.grammar.grammar
-    assert '\\"name\\": \\"search\\"' in grammar and "clock" not in grammar
+    assert '{"const":"search"}' in grammar and "clock" not in grammar
     assert len(json.loads(line.tokenizer.encoded[-1].chat.tools_json)) == 2
 
 
