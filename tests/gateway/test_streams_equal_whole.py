@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.chat_form import ChatForm
+from gateway.chat_reducer import TextReading
 from gateway.completions import CompletionForm
 from gateway.generation import Usage
 from gateway.lanes import LineModel
 from gateway.openai_schema import ChatCompletionRequest, CompletionRequest
+from gateway.tool_call_format import HERMES, LLAMA3_JSON, MISTRAL
 from protos.common.v1 import common_pb2
 from protos.detok.v1 import detok_pb2
 from protos.wire.stream_adapter import detok_adapter
@@ -81,6 +83,68 @@ def test_chat(generation: tuple[list[detok_pb2.Output], list[detok_pb2.Output]])
     assert joined(chunks, "logprobs", "content") == whole["logprobs"]["content"]
     reasons = [chunk["finish_reason"] for chunk in chunks]
     assert reasons == [None] * (len(chunks) - 1) + [whole["finish_reason"]]
+    assert ["role" in chunk["delta"] for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
+
+
+SCRAPS = [
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"),
+    *("[", "]", ";", ",", "{", "}", '"name"', '"arguments"', ":", '"g"', " ", "\n", "text", "<to"),
+    *('{"name":"g","arguments":{', '{"name": "g", "parameters": {"q": "x"}}', "}}", "é🦜"),
+]
+readings = st.builds(
+    TextReading,
+    has_reasoning=st.booleans(),
+    call_format=st.sampled_from([None, HERMES, LLAMA3_JSON, MISTRAL]),
+    tool_names=st.just(frozenset({"g"})),
+    max_calls=st.sampled_from([None, 1]),
+    begins_bare=st.booleans(),
+)
+reasons = st.sampled_from([common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH])
+
+
+def joined_message(chunks: Sequence[Any]) -> dict[str, Any]:
+    """What a client makes of the deltas; calls without their ids."""
+    message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+    calls: list[dict[str, Any]] = []
+    for delta in (chunk["delta"] for chunk in chunks):
+        for name in ("content", "reasoning_content"):
+            if delta.get(name) is not None:
+                message[name] = (message.get(name) or "") + delta[name]
+        for call in delta.get("tool_calls", ()):
+            if call["index"] == len(calls):
+                calls.append({"type": call["type"], "function": call["function"]})
+            else:
+                function = calls[call["index"]]["function"]
+                function["arguments"] += call["function"]["arguments"]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+@given(readings, st.booleans(), st.lists(st.sampled_from(SCRAPS), max_size=16), reasons, st.data())
+def test_chats_with_tools_and_thoughts(
+    reading: TextReading,
+    in_reasoning: bool,
+    scraps: list[str],
+    reason: common_pb2.FinishReason.ValueType,
+    data: st.DataObject,
+) -> None:
+    body = ChatCompletionRequest(model="m", messages=b"[]")  # type: ignore[arg-type]
+    form = ChatForm("id", MODEL, body, reading)
+    form.begin(in_reasoning=in_reasoning)
+    text = "".join(scraps)
+    places = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+    outputs = [output(piece) for piece in pieces] + [output(finish=reason)]
+    chunks = [
+        event["choices"][0]
+        for one in outputs
+        for event in events(form.output_events(0, one, USAGE))
+    ]
+    whole = whole_choice(form, [output(text), output(finish=reason)])
+    for call in whole["message"].get("tool_calls", ()):
+        del call["id"]
+    assert joined_message(chunks) == whole["message"]
+    found = [chunk["finish_reason"] for chunk in chunks]
+    assert found == [None] * (len(chunks) - 1) + [whole["finish_reason"]]
     assert ["role" in chunk["delta"] for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
 
 
