@@ -10,10 +10,9 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route
 
-from gateway import chat_completions, completions
 from gateway.admission import Admission
+from gateway.api_docs import ApiDocs
 from gateway.api_keys import ApiKeys
 from gateway.authentication import Authentication
 from gateway.chat_completions import ChatCompletions
@@ -26,10 +25,12 @@ from gateway.lanes import Lanes
 from gateway.ledger import Ledger
 from gateway.metrics import Metrics
 from gateway.models import Models
+from gateway.operations import Endpoints, operations
 from gateway.pipeline import Pipeline
 from gateway.redis_client import AnyRedis
 from gateway.requests_api import Requests
 from gateway.settings import Settings
+from gateway.tokenization import Tokenization
 from protos.wire.errors import TokenlineError
 
 # Those who check on this process have no key.
@@ -85,25 +86,19 @@ class Gateway:
         pipeline = Pipeline(self.lanes, self.admission, self.metrics)
         limits = (settings.max_body_bytes, settings.ping_seconds)
         model_text = ModelText(settings.tool_call_format, settings.reasoning)
-        chats = ChatCompletions(self.lanes, pipeline, *limits, model_text)
-        texts = Completions(self.lanes, pipeline, *limits)
-        models = Models(self.lanes)
-        requests = Requests(self.admission, self.ledger)
-        health = Health(self.lanes, self.admission, self.ledger, self.metrics)
+        described = operations(
+            Endpoints(
+                chats=ChatCompletions(self.lanes, pipeline, *limits, model_text),
+                texts=Completions(self.lanes, pipeline, *limits),
+                tokenization=Tokenization(self.lanes, settings.max_body_bytes),
+                models=Models(self.lanes),
+                requests=Requests(self.admission, self.ledger),
+                health=Health(self.lanes, self.admission, self.ledger, self.metrics),
+            )
+        )
+        docs = ApiDocs(described, needs_key=settings.api_keys is not None)
         app = Starlette(
-            routes=[
-                Route(chat_completions.PATH, chats.create, methods=["POST"]),
-                Route(completions.PATH, texts.create, methods=["POST"]),
-                Route("/v1/models", models.list, methods=["GET"]),
-                Route("/v1/models/{model:path}", models.get, methods=["GET"]),
-                Route("/v1/requests", requests.list, methods=["GET"]),
-                Route("/v1/requests/{request_id:path}", requests.get, methods=["GET"]),
-                Route("/v1/requests/{request_id:path}", requests.cancel, methods=["DELETE"]),
-                Route("/healthz", health.healthz, methods=["GET"]),
-                Route("/readyz", health.readyz, methods=["GET"]),
-                Route("/metrics", health.metrics, methods=["GET"]),
-                Route("/", health.about, methods=["GET"]),
-            ],
+            routes=[operation.route() for operation in (*described, *docs.operations)],
             middleware=self._middleware(settings),
             exception_handlers={
                 TokenlineError: answer_typed_error,

@@ -11,6 +11,7 @@ from gateway.errors import json_response
 from gateway.lanes import Lanes
 from gateway.ledger import Ledger
 from gateway.metrics import Metrics
+from gateway.routes import path_template
 
 
 class Health:
@@ -30,15 +31,7 @@ class Health:
             {
                 "name": "tokenline",
                 "version": version("tokenline"),
-                "endpoints": [
-                    "/v1/chat/completions",
-                    "/v1/completions",
-                    "/v1/models",
-                    "/v1/requests",
-                    "/healthz",
-                    "/readyz",
-                    "/metrics",
-                ],
+                "endpoints": sorted({path_template(route.path) for route in request.app.routes}),
             }
         )
 

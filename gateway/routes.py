@@ -10,6 +10,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Scope
 
+from gateway.answer_schema import ErrorAnswer
+
 _CONVERTOR: Final = re.compile(r":[a-z]+(?=\})")
 
 JSON: Final = "application/json"
@@ -22,7 +24,8 @@ class Operation:
 
     `body` is the type of the request's JSON body, `answers` the type of each answer's JSON by
     status; None is for an answer that has no JSON. `media_types` are those of status 200. `errors`
-    are further statuses, whose bodies are errors. `parameters` are the types of query parameters.
+    are further statuses, whose bodies are of the type `error_body`. `parameters` are the types of
+    query parameters.
     """
 
     method: str
@@ -34,6 +37,8 @@ class Operation:
     answers: Mapping[int, Any] = field(default_factory=dict)
     media_types: Sequence[str] = (JSON,)
     errors: Sequence[int] = ()
+    error_body: Any = ErrorAnswer
+    needs_no_key: bool = False
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     @property

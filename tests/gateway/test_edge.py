@@ -72,7 +72,9 @@ async def test_metrics_can_be_public(valkey: Valkey, tmp_path: Path) -> None:
         assert (await running.client.get("/v1/models")).status_code == 401
 
 
-async def test_a_key_lets_a_chat_through_and_keeps_its_cache_blocks_apart(line: GatewayLine) -> None:
+async def test_a_key_lets_a_chat_through_and_keeps_its_cache_blocks_apart(
+    line: GatewayLine,
+) -> None:
     line.client.headers["x-api-key"] = "secret"
     try:
         for stream in (False, True):

@@ -1,0 +1,192 @@
+"""Every operation of the API in one table: what the router serves and /openapi.json tells."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from gateway import answer_schema as answers
+from gateway import chat_completions, completions
+from gateway.chat_completions import ChatCompletions
+from gateway.completions import Completions
+from gateway.health import Health
+from gateway.models import Models
+from gateway.openai_schema import ChatCompletionRequest, CompletionRequest
+from gateway.requests_api import Requests
+from gateway.routes import EVENT_STREAM, JSON, Operation
+from gateway.tokenization import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    Tokenization,
+    TokenizeAnswer,
+    TokenizeRequest,
+)
+
+# What any route may answer: no key, a head that is too large, a fault, a line that is not ready.
+_ANY: Final = (400, 401, 431, 500, 503)
+_BODY: Final = (*_ANY, 404, 413)
+# A request id in use, its time over, too many requests, cancelled before an answer.
+_GENERATION: Final = (*_BODY, 408, 409, 429, 499)
+_STREAMED: Final = (JSON, EVENT_STREAM)
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """The objects whose methods answer."""
+
+    chats: ChatCompletions
+    texts: Completions
+    tokenization: Tokenization
+    models: Models
+    requests: Requests
+    health: Health
+
+
+def operations(of: Endpoints) -> Sequence[Operation]:
+    """The table, in the order in which the router tries it."""
+    return (*_generation(of), *_models(of), *_requests(of), *_health(of))
+
+
+def _generation(of: Endpoints) -> Sequence[Operation]:
+    return (
+        Operation(
+            method="POST",
+            path=chat_completions.PATH,
+            endpoint=of.chats.create,
+            summary="Answer a chat, whole or as a stream of chunks",
+            tag="Generation",
+            body=ChatCompletionRequest,
+            answers={200: answers.ChatCompletion},
+            media_types=_STREAMED,
+            errors=_GENERATION,
+        ),
+        Operation(
+            method="POST",
+            path=completions.PATH,
+            endpoint=of.texts.create,
+            summary="Continue a text, whole or as a stream of chunks",
+            tag="Generation",
+            body=CompletionRequest,
+            answers={200: answers.TextCompletion},
+            media_types=_STREAMED,
+            errors=_GENERATION,
+        ),
+        Operation(
+            method="POST",
+            path="/tokenize",
+            endpoint=of.tokenization.tokenize,
+            summary="The token ids of a prompt or a chat",
+            tag="Tokens",
+            body=TokenizeRequest,
+            answers={200: TokenizeAnswer},
+            errors=_BODY,
+        ),
+        Operation(
+            method="POST",
+            path="/detokenize",
+            endpoint=of.tokenization.detokenize,
+            summary="The text of token ids",
+            tag="Tokens",
+            body=DetokenizeRequest,
+            answers={200: DetokenizeAnswer},
+            errors=_BODY,
+        ),
+    )
+
+
+def _models(of: Endpoints) -> Sequence[Operation]:
+    return (
+        Operation(
+            method="GET",
+            path="/v1/models",
+            endpoint=of.models.list,
+            summary="The models that are served",
+            tag="Models",
+            answers={200: answers.ModelList},
+            errors=_ANY,
+        ),
+        Operation(
+            method="GET",
+            path="/v1/models/{model:path}",
+            endpoint=of.models.get,
+            summary="One model",
+            tag="Models",
+            answers={200: answers.ModelAnswer},
+            errors=(*_ANY, 404),
+        ),
+    )
+
+
+def _requests(of: Endpoints) -> Sequence[Operation]:
+    return (
+        Operation(
+            method="GET",
+            path="/v1/requests",
+            endpoint=of.requests.list,
+            summary="The requests in progress on every gateway",
+            tag="Requests",
+            answers={200: answers.RequestList},
+            errors=_ANY,
+        ),
+        Operation(
+            method="GET",
+            path="/v1/requests/{request_id:path}",
+            endpoint=of.requests.get,
+            summary="How far a request has come, or how it ended",
+            tag="Requests",
+            answers={200: answers.RequestAnswer},
+            errors=(*_ANY, 404),
+        ),
+        Operation(
+            method="DELETE",
+            path="/v1/requests/{request_id:path}",
+            endpoint=of.requests.cancel,
+            summary="Cancel a request, wherever it runs",
+            tag="Requests",
+            answers={200: answers.RequestAnswer},
+            errors=(*_ANY, 404),
+        ),
+    )
+
+
+def _health(of: Endpoints) -> Sequence[Operation]:
+    return (
+        Operation(
+            method="GET",
+            path="/healthz",
+            endpoint=of.health.healthz,
+            summary="Whether the gateway is alive",
+            tag="Health",
+            answers={200: answers.HealthAnswer},
+            errors=(400, 431, 500),
+            needs_no_key=True,
+        ),
+        Operation(
+            method="GET",
+            path="/readyz",
+            endpoint=of.health.readyz,
+            summary="Whether requests can be served, and what is missing",
+            tag="Health",
+            answers={200: answers.ReadinessAnswer, 503: answers.ReadinessAnswer},
+            errors=(400, 431, 500),
+            needs_no_key=True,
+        ),
+        Operation(
+            method="GET",
+            path="/metrics",
+            endpoint=of.health.metrics,
+            summary="Counters and gauges for Prometheus",
+            tag="Health",
+            answers={200: None},
+            media_types=("text/plain",),
+            errors=_ANY,
+        ),
+        Operation(
+            method="GET",
+            path="/",
+            endpoint=of.health.about,
+            summary="What this is",
+            tag="Health",
+            answers={200: answers.AboutAnswer},
+            errors=_ANY,
+        ),
+    )
