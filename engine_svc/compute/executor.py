@@ -16,9 +16,11 @@ from engine_svc.compute.model.config import ModelConfig
 from engine_svc.compute.model.decoder import Decoder
 from engine_svc.compute.model.rotary import cos_sin_table
 from engine_svc.compute.model.weights import expected_shapes, load_weights, open_source
+from engine_svc.compute.prompt_scoring import score_prompts
 from engine_svc.compute.sampler import SampledBatch, Sampler
 from engine_svc.compute.step_tensors import PersistentBatch, StepInputs
 from engine_svc.planning.step import (
+    PromptLogprobs,
     RowStart,
     RowStep,
     SampledToken,
@@ -130,12 +132,18 @@ class Executor:
                 self._grammars.start(start)
         if not len(inputs.token_ids):
             return StepResult()
-        logits = self._decoder.forward(inputs, self._kv_cache)
-        if not len(logits):
-            return StepResult()
-        return self._sample(plan, inputs, logits)
+        hidden = self._decoder.forward(inputs, self._kv_cache)
+        of_prompts: tuple[PromptLogprobs, ...] = ()
+        if inputs.prompt_targets is not None:
+            of_prompts = score_prompts(self._decoder, self._sampler, hidden, inputs.prompt_targets)
+            hidden = hidden[inputs.sample_places]
+        if not len(hidden):
+            return StepResult((), of_prompts)
+        return StepResult(self._sample(plan, inputs, self._decoder.logits(hidden)), of_prompts)
 
-    def _sample(self, plan: StepPlan, inputs: StepInputs, logits: Tensor) -> StepResult:
+    def _sample(
+        self, plan: StepPlan, inputs: StepInputs, logits: Tensor
+    ) -> tuple[SampledToken, ...]:
         rows = np.array([step.row for step in plan.steps if step.samples], np.int64)
         seq_lens = inputs.seq_lens[inputs.sampled_sequences].numpy()
         sampling = self._batch.sampling_inputs(rows, seq_lens)
@@ -147,7 +155,7 @@ class Executor:
         errors, completed = list(sampled.errors), [False] * len(rows)
         if self._grammars is not None and mask is not None:
             completed = self._grammars.accept(rows.tolist(), sampled.token_ids.tolist(), errors)
-        return _to_result(rows, sampled, errors, completed)
+        return _sampled_tokens(rows, sampled, errors, completed)
 
     def _warm_up(self) -> None:
         """One token through all the code, so that the first request does not pay for first calls.
@@ -158,23 +166,21 @@ class Executor:
         self.execute(StepPlan([start], [RowStep(0, 0, 1, [0], samples=True)]))
 
 
-def _to_result(
+def _sampled_tokens(
     rows: np.ndarray,
     sampled: SampledBatch,
     errors: Sequence[SamplingError | None],
     completed: Sequence[bool],
-) -> StepResult:
-    return StepResult(
-        tuple(
-            SampledToken(row, token_id, None if error else logprobs, error, completes)
-            for row, token_id, logprobs, error, completes in zip(
-                rows.tolist(),
-                sampled.token_ids.tolist(),
-                sampled.logprobs,
-                errors,
-                completed,
-                strict=True,
-            )
+) -> tuple[SampledToken, ...]:
+    return tuple(
+        SampledToken(row, token_id, None if error else logprobs, error, completes)
+        for row, token_id, logprobs, error, completes in zip(
+            rows.tolist(),
+            sampled.token_ids.tolist(),
+            sampled.logprobs,
+            errors,
+            completed,
+            strict=True,
         )
     )
 

@@ -52,6 +52,24 @@ class Sampler:
             self._list_logprobs(raw, token_ids, inputs.logprobs, logprobs)
         return SampledBatch(token_ids, logprobs, errors)
 
+    def score(
+        self, logits: Tensor, token_ids: Tensor, num_top: Sequence[int]
+    ) -> list[TokenLogprobs]:
+        """Of given tokens [n] under raw logits, float32 [n, vocab_size], with num_top[i] likeliest
+        ones each."""
+        logprobs, top_ids, top = self._kernels.token_logprobs(logits, token_ids, max(num_top))
+        values = zip(
+            num_top,
+            _finite(logprobs).tolist(),
+            top_ids.tolist(),
+            _finite(top).tolist(),
+            strict=True,
+        )
+        return [
+            TokenLogprobs(logprob, tuple(ids[:k]), tuple(likeliest[:k]))
+            for k, logprob, ids, likeliest in values
+        ]
+
     def _edit(
         self, logits: Tensor, inputs: SamplingInputs, errors: list[SamplingError | None]
     ) -> None:
@@ -81,23 +99,9 @@ class Sampler:
         result: list[TokenLogprobs | None],
     ) -> None:
         chosen = token_ids[wanted.rows]
-        entries = listed_logprobs(self._kernels, raw, chosen, wanted.num_top)
+        entries = self.score(raw, chosen, wanted.num_top)
         for row, entry in zip(wanted.rows.tolist(), entries, strict=True):
             result[row] = entry
-
-
-def listed_logprobs(
-    kernels: Kernels, logits: Tensor, chosen: Tensor, num_top: Sequence[int]
-) -> list[TokenLogprobs]:
-    """Log-probabilities of chosen ids [n] and the num_top[i] likeliest of raw logits [n, V]."""
-    logprobs, top_ids, top = kernels.token_logprobs(logits, chosen, max(num_top))
-    values = zip(
-        num_top, _finite(logprobs).tolist(), top_ids.tolist(), _finite(top).tolist(), strict=True
-    )
-    return [
-        TokenLogprobs(logprob, tuple(ids[:k]), tuple(likeliest[:k]))
-        for k, logprob, ids, likeliest in values
-    ]
 
 
 def _finite(logprobs: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ the arrays at once, however many tokens it has.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,9 +16,23 @@ from engine_svc.compute.sampling_rows import SamplingInputs, SamplingRows
 from engine_svc.planning.step import RowStart, RowStep, StepPlan
 
 
+class PromptTargets(NamedTuple):
+    """The prompt tokens whose log-probabilities a step is asked for, `P` of `r` rows, in order."""
+
+    rows: list[int]  # [r]
+    counts: list[int]  # [r]: how many of the P are of each row
+    num_top: list[int]  # [P]: how many of the likeliest tokens to list beside each
+    kept_places: Tensor  # int64 [P] of the K: the token before each
+    token_ids: Tensor  # int64 [P]
+
+
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The tensors of one step: `n` sequences, `T` tokens laid end to end, `s` sampled."""
+    """The tensors of one step: `n` sequences, `T` tokens laid end to end.
+
+    `K` tokens of `k` sequences are kept to the end of the last layer: the last of a sequence that
+    samples, all of one whose prompt is asked about. `s` tokens are sampled after.
+    """
 
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
@@ -25,16 +40,16 @@ class StepInputs:
     cu_seqlens: Tensor  # int64 [n + 1]: where each sequence's tokens begin, and T
     seq_lens: Tensor  # int64 [n]: tokens of each sequence once this step is computed
     block_table: Tensor  # int64 [n, most blocks of any]; unused entries arbitrary
+    kept_sequences: Tensor  # int64 [k] of the n
+    kept_indices: Tensor  # int64 [K] of the T: the last tokens of each kept sequence
+    kept_cu_seqlens: Tensor  # int64 [k + 1]: where each kept sequence's tokens begin, and K
     sampled_sequences: Tensor  # int64 [s] of the n
-    sample_indices: Tensor  # int64 [s] of the T: the last token of each sampled sequence
+    sample_places: Tensor  # int64 [s] of the K: the last token of each sampled sequence
+    prompt_targets: PromptTargets | None  # None when nobody asks
 
     @property
-    def samples_every_token(self) -> bool:
-        return len(self.sample_indices) == len(self.token_ids)
-
-    @property
-    def sample_cu_seqlens(self) -> Tensor:
-        return torch.arange(len(self.sample_indices) + 1)
+    def keeps_every_token(self) -> bool:
+        return len(self.kept_indices) == len(self.token_ids)
 
 
 class PersistentBatch:
@@ -50,6 +65,7 @@ class PersistentBatch:
         self._block_table = np.zeros((max_num_seqs, max_blocks), np.int64)
         self._num_blocks = np.zeros(max_num_seqs, np.int64)
         self._prompt_lens = np.zeros(max_num_seqs, np.int64)
+        self._num_top_prompt_logprobs = np.zeros(max_num_seqs, np.int64)
         self._sampling = SamplingRows(self._token_ids, self._prompt_lens, vocab_size)
 
     @property
@@ -81,6 +97,7 @@ class PersistentBatch:
         row = start.row
         self._token_ids[row, : len(start.token_ids)] = start.token_ids
         self._prompt_lens[row] = start.num_prompt_tokens
+        self._num_top_prompt_logprobs[row] = start.sampling.top_prompt_logprobs
         self._num_blocks[row] = 0
         self._append_blocks(row, start.block_ids)
         self._sampling.start(row, start.sampling)
@@ -92,13 +109,10 @@ class PersistentBatch:
 
     def _gather(self, steps: Sequence[RowStep]) -> StepInputs:
         table = np.array(
-            [
-                (step.row, step.num_computed_tokens, step.num_scheduled_tokens, step.samples)
-                for step in steps
-            ],
+            [(row, computed, count, samples, of) for row, computed, count, _, samples, of in steps],
             np.int64,
-        ).reshape(-1, 4)
-        rows, num_computed, num_scheduled, samples = np.ascontiguousarray(table.T)
+        ).reshape(-1, 5)
+        rows, num_computed, num_scheduled, samples, asks = np.ascontiguousarray(table.T)
         cu_seqlens = np.concatenate([[0], np.cumsum(num_scheduled)])
         sequences = np.repeat(np.arange(len(rows)), num_scheduled)
         offsets = np.arange(cu_seqlens[-1]) - cu_seqlens[sequences]
@@ -107,7 +121,21 @@ class PersistentBatch:
         blocks = self._block_table[token_rows, positions // self._block_size]
         seq_lens = num_computed + num_scheduled
         most_blocks = -(-int(seq_lens.max(initial=0)) // self._block_size)
-        sampled_sequences = np.flatnonzero(samples)
+        # Of a sequence whose prompt is asked about, all tokens are kept: attention takes the last.
+        num_kept = np.where(asks, num_scheduled, samples)
+        kept_sequences = np.flatnonzero(num_kept)
+        num_kept = num_kept[kept_sequences]
+        kept_cu_seqlens = np.concatenate([[0], np.cumsum(num_kept)])
+        first_kept = cu_seqlens[kept_sequences + 1] - num_kept
+        kept_indices = _ranges(first_kept, num_kept)
+        prompt_targets = None
+        if asks.any():
+            prompt_targets = self._prompt_targets(
+                rows[kept_sequences],
+                num_computed[kept_sequences],
+                np.where(asks[kept_sequences], num_kept, 0),
+                kept_cu_seqlens[:-1],
+            )
         return StepInputs(
             token_ids=torch.from_numpy(self._token_ids[token_rows, positions].astype(np.int64)),
             positions=torch.from_numpy(positions),
@@ -115,6 +143,43 @@ class PersistentBatch:
             cu_seqlens=torch.from_numpy(cu_seqlens),
             seq_lens=torch.from_numpy(seq_lens),
             block_table=torch.from_numpy(self._block_table[rows, :most_blocks]),
-            sampled_sequences=torch.from_numpy(sampled_sequences),
-            sample_indices=torch.from_numpy(cu_seqlens[sampled_sequences + 1] - 1),
+            kept_sequences=torch.from_numpy(kept_sequences),
+            kept_indices=torch.from_numpy(kept_indices),
+            kept_cu_seqlens=torch.from_numpy(kept_cu_seqlens),
+            sampled_sequences=torch.from_numpy(np.flatnonzero(samples)),
+            sample_places=torch.from_numpy(
+                kept_cu_seqlens[1:][samples[kept_sequences].astype(np.bool_)] - 1
+            ),
+            prompt_targets=prompt_targets,
         )
+
+    def _prompt_targets(
+        self,
+        rows: np.ndarray,
+        num_computed: np.ndarray,
+        num_asked: np.ndarray,
+        first_places: np.ndarray,
+    ) -> PromptTargets:
+        """The targets of kept sequences, all int64 [k].
+
+        Of the tokens from `num_computed` on, the first `num_asked` are asked about as far as a
+        prompt token follows them; among the kept ones they begin at `first_places`.
+        """
+        counts = np.clip(self._prompt_lens[rows] - 1 - num_computed, 0, num_asked)
+        of_row = np.repeat(rows, counts)
+        has_any = counts > 0
+        return PromptTargets(
+            rows=rows[has_any].tolist(),
+            counts=counts[has_any].tolist(),
+            num_top=self._num_top_prompt_logprobs[of_row].tolist(),
+            kept_places=torch.from_numpy(_ranges(first_places, counts)),
+            token_ids=torch.from_numpy(
+                self._token_ids[of_row, _ranges(num_computed + 1, counts)].astype(np.int64)
+            ),
+        )
+
+
+def _ranges(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """[first, first + count) for each of both int64 [k], laid end to end."""
+    ends = np.cumsum(counts)
+    return np.arange(counts.sum()) + np.repeat(firsts - ends + counts, counts)

@@ -12,8 +12,9 @@ import pytest
 from engine_svc.compute.executor import Executor, ExecutorConfig
 from engine_svc.planning.limits import SchedulerConfig
 from engine_svc.planning.step import SamplingParameters
-from tests.fakes.scheduler_driver import SchedulerDriver
+from tests.fakes.scheduler_driver import Received, SchedulerDriver
 from tests.fakes.tiny_models import VOCAB_SIZE, write_tiny_llama
+from tests.fakes.tiny_tokenizers import IM_END
 
 MAX_TOKENS = 24
 LARGE_POOL, SMALL_POOL = 400, 12
@@ -78,13 +79,29 @@ def workload() -> list[tuple[list[int], SamplingParameters]]:
             repetition_penalty=1.2 if number % 4 == 3 else 1.0,
             presence_penalty=0.3 if number % 4 == 1 else 0.0,
             seed=number,
+            min_tokens=MAX_TOKENS - 2 if number % 5 == 0 else 0,
+            eos_token_ids=frozenset({IM_END}),
+            logit_bias=((7, 1.5), (9, -3.0)) if number % 5 == 1 else (),
+            allowed_token_ids=frozenset(range(0, 200, 2)) if number % 5 == 2 else frozenset(),
+            bad_words=((11,), (12, 13), (14, 15, 16)) if number % 5 == 3 else (),
+            prompt_logprobs=number % 3 == 0,
+            top_prompt_logprobs=2,
         )
         requests.append((head + prompt if number % 2 else prompt, sampling))
     return requests
 
 
+def check_prompt_logprobs(driver: SchedulerDriver, key: tuple[int, int], whole: Received) -> None:
+    """Those of `key` are the same as when its prompt was computed in one piece."""
+    received = driver.received[key].prompt_logprobs
+    assert len(received) == len(whole.prompt_logprobs)
+    for entry, other in zip(received, whole.prompt_logprobs, strict=True):
+        assert entry.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert list(entry.top_logprobs) == pytest.approx(other.top_logprobs, abs=1e-4)
+
+
 @pytest.fixture(scope="module")
-def reference(executor: Executor) -> list[list[int]]:
+def whole(executor: Executor) -> list[Received]:
     """Each request alone, its prompt in one piece, without a cache."""
     answers = []
     for prompt, sampling in workload():
@@ -93,8 +110,19 @@ def reference(executor: Executor) -> list[list[int]]:
         )
         driver.add("alone", prompt, sampling)
         assert driver.run(max_steps=MAX_TOKENS) == MAX_TOKENS
-        answers.append(driver.received["alone"].token_ids)
+        answers.append(driver.received["alone"])
     return answers
+
+
+@pytest.fixture(scope="module")
+def reference(whole: list[Received]) -> list[list[int]]:
+    return [received.token_ids for received in whole]
+
+
+def test_prompts_that_are_asked_about_are_answered(whole: list[Received]) -> None:
+    for (prompt, sampling), received in zip(workload(), whole, strict=True):
+        expected = (len(prompt) - 1) * sampling.prompt_logprobs
+        assert len(received.prompt_logprobs) == expected
 
 
 def test_the_requests_differ_so_that_mixing_them_up_would_show(
@@ -110,6 +138,7 @@ def test_the_requests_differ_so_that_mixing_them_up_would_show(
 def test_alone_with_any_chunk_size_with_and_without_the_cache(
     executor: Executor,
     reference: list[list[int]],
+    whole: list[Received],
     prefix_cache: bool,
     max_num_batched_tokens: int,
 ) -> None:
@@ -124,6 +153,7 @@ def test_alone_with_any_chunk_size_with_and_without_the_cache(
             driver.add((number, repeat), prompt, sampling)
             driver.run(max_steps=100)
             assert driver.received[number, repeat].token_ids == reference[number]
+            check_prompt_logprobs(driver, (number, repeat), whole[number])
     assert bool(driver.scheduler.load.num_prefix_cache_hit_tokens) == prefix_cache
 
 
@@ -133,6 +163,7 @@ def test_alone_with_any_chunk_size_with_and_without_the_cache(
 def test_among_fifteen_others_with_any_chunk_size_cache_and_preemption(
     executor: Executor,
     reference: list[list[int]],
+    whole: list[Received],
     prefix_cache: bool,
     max_num_batched_tokens: int,
     num_blocks: int,
@@ -149,6 +180,7 @@ def test_among_fifteen_others_with_any_chunk_size_cache_and_preemption(
         driver.run(max_steps=1000)
         for number, answer in enumerate(reference):
             assert driver.received[number, repeat].token_ids == answer
+            check_prompt_logprobs(driver, (number, repeat), whole[number])
     assert bool(driver.scheduler.load.num_preemptions) == (num_blocks == SMALL_POOL)
     assert driver.scheduler.load.num_free_blocks == num_blocks
 

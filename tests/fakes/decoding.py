@@ -64,7 +64,8 @@ class SequenceLogits:
         for size in chunks:
             step = RowStep(0, num_computed, size, [], samples=True)
             inputs = self._batch.apply(StepPlan(starts, [step]))
-            logits.append(self._decoder.forward(inputs, self._kv_cache)[0])
+            hidden = self._decoder.forward(inputs, self._kv_cache)
+            logits.append(self._decoder.logits(hidden)[0])
             starts, num_computed = [], num_computed + size
         return torch.stack(logits)
 

@@ -1,4 +1,4 @@
-"""The whole decoder: token ids in, logits of the sampled tokens out."""
+"""The whole decoder: token ids in, logits of the tokens that are asked about out."""
 
 from itertools import pairwise
 
@@ -40,7 +40,7 @@ class Decoder:
         return self._config.vocab_size
 
     def forward(self, inputs: StepInputs, kv_cache: Tensor) -> Tensor:
-        """Computes a step's tokens; returns float32 logits [num_sampled, vocab_size].
+        """Computes a step's tokens; returns what `logits` takes of those kept, [K, hidden].
 
         kv_cache [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim].
         """
@@ -51,22 +51,25 @@ class Decoder:
         for (layer, following), kv_layer in zip(pairwise(self._layers), kv_cache, strict=False):
             output = layer.forward(normed, residual, step, kv_layer)
             normed = kernels.add_rms_norm(output, residual, following.input_norm, eps)
-        residual, output = self._layers[-1].forward_sampled(normed, residual, step, kv_cache[-1])
+        residual, output = self._layers[-1].forward_kept(normed, residual, step, kv_cache[-1])
         if not len(residual):
-            return residual.new_empty(0, self.vocab_size).float()
-        normed = kernels.add_rms_norm(output, residual, self._norm, eps)
-        return kernels.linear(normed, self._head).float()
+            return residual
+        return kernels.add_rms_norm(output, residual, self._norm, eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, hidden] -> float32 [n, vocab_size]; at least one."""
+        return self._kernels.linear(hidden, self._head).float()
 
     def _context(self, inputs: StepInputs, block_size: int) -> StepContext:
         plan = self._kernels.plan_attention(
             inputs.cu_seqlens, inputs.seq_lens, inputs.block_table, block_size
         )
-        sample_plan = plan
-        if not inputs.samples_every_token:
-            sample_plan = self._kernels.plan_attention(
-                inputs.sample_cu_seqlens,
-                inputs.seq_lens[inputs.sampled_sequences],
-                inputs.block_table[inputs.sampled_sequences],
+        kept_plan = plan
+        if not inputs.keeps_every_token:
+            kept_plan = self._kernels.plan_attention(
+                inputs.kept_cu_seqlens,
+                inputs.seq_lens[inputs.kept_sequences],
+                inputs.block_table[inputs.kept_sequences],
                 block_size,
             )
         cos_sin = self._kernels.embedding(inputs.positions, self._cos_sin_table)
@@ -74,7 +77,7 @@ class Decoder:
             cos_sin=cos_sin,
             slot_mapping=inputs.slot_mapping,
             attention_plan=plan,
-            sample_indices=inputs.sample_indices,
-            sample_cos_sin=cos_sin[inputs.sample_indices],
-            sample_attention_plan=sample_plan,
+            kept_indices=inputs.kept_indices,
+            kept_cos_sin=cos_sin[inputs.kept_indices],
+            kept_attention_plan=kept_plan,
         )

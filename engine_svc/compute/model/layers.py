@@ -11,14 +11,14 @@ from kernels import AttentionPlan, Kernels
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What every layer of one step shares. `T` tokens, of which `s` are sampled after."""
+    """What every layer of one step shares. `T` tokens, of which `K` are kept to the end."""
 
     cos_sin: Tensor  # [T, head_dim]
     slot_mapping: Tensor  # [T]
     attention_plan: AttentionPlan
-    sample_indices: Tensor  # [s] of the T tokens
-    sample_cos_sin: Tensor  # [s, head_dim]
-    sample_attention_plan: AttentionPlan
+    kept_indices: Tensor  # [K] of the T tokens
+    kept_cos_sin: Tensor  # [K, head_dim]
+    kept_attention_plan: AttentionPlan
 
 
 class DecoderLayer:
@@ -50,24 +50,24 @@ class DecoderLayer:
         query = self._rope_and_cache(query, step.cos_sin, key, value, step, kv_layer)
         return self._attend_and_mlp(query, residual, step.attention_plan, kv_layer)
 
-    def forward_sampled(
+    def forward_kept(
         self, normed: Tensor, residual: Tensor, step: StepContext, kv_layer: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The last layer: keys and values of all T tokens, the rest for the s sampled ones only.
+        """The last layer: keys and values of all T tokens, the rest for the K kept ones only.
 
-        Returns the residual and the MLP's output of those, [s, hidden] each.
+        Returns the residual and the MLP's output of those, [K, hidden] each.
         """
         config = self._config
         query_projection, key_value_projection = self._weights.projections
         key, value = self._kernels.linear(normed, key_value_projection).split(
             [config.kv_size, config.kv_size], dim=-1
         )
-        query = self._kernels.linear(normed[step.sample_indices], query_projection)
-        query = self._rope_and_cache(query, step.sample_cos_sin, key, value, step, kv_layer)
-        residual = residual[step.sample_indices]
+        query = self._kernels.linear(normed[step.kept_indices], query_projection)
+        query = self._rope_and_cache(query, step.kept_cos_sin, key, value, step, kv_layer)
+        residual = residual[step.kept_indices]
         if not len(residual):
             return residual, residual
-        output = self._attend_and_mlp(query, residual, step.sample_attention_plan, kv_layer)
+        output = self._attend_and_mlp(query, residual, step.kept_attention_plan, kv_layer)
         return residual, output
 
     def _rope_and_cache(

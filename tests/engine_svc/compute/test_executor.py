@@ -16,6 +16,7 @@ from engine_svc.planning.step import (
     SamplingParameters,
     StepPlan,
     StepResult,
+    TokenLogprobs,
 )
 from protos.wire.errors import StartupError
 from tests.fakes.decoding import ExecutorRows, load_tiny_executor
@@ -188,6 +189,71 @@ def test_a_resumed_row_goes_on_as_if_never_stopped(executor: Executor) -> None:
     plans += [StepPlan([], [RowStep(6, len(so_far) + i, 1, [], samples=True)]) for i in range(6)]
     resumed = [executor.execute(plan).sampled[0] for plan in plans]
     assert_same_tokens(resumed, whole[5:])
+
+
+def prompt_logprobs_in_chunks(
+    executor: Executor, prompt: list[int], chunk: int, num_top: int
+) -> list[TokenLogprobs]:
+    sampling = dataclasses.replace(SEEDED, prompt_logprobs=True, top_prompt_logprobs=num_top)
+    starts = [RowStart(5, prompt, len(prompt), sampling, list(range(60, 80)))]
+    logprobs: list[TokenLogprobs] = []
+    for begin in range(0, len(prompt), chunk):
+        end = min(begin + chunk, len(prompt))
+        asks, samples = begin < len(prompt) - 1, end == len(prompt)
+        step = RowStep(5, begin, end - begin, [], samples, asks)
+        result = executor.execute(StepPlan(starts, [step]))
+        assert [entry.row for entry in result.prompt_logprobs] == [5] * asks
+        assert len(result.sampled) == samples
+        logprobs += [logprob for entry in result.prompt_logprobs for logprob in entry.logprobs]
+        starts = []
+    return logprobs
+
+
+@pytest.mark.parametrize("length", [2, 17, 150])
+def test_prompt_logprobs_are_those_the_model_gives_each_token_when_it_comes_next(
+    executor: Executor, length: int
+) -> None:
+    prompt, num_top = prompt_of(length), 4
+    listing_all = dataclasses.replace(GREEDY, top_logprobs=VOCAB_SIZE)
+    expected = []
+    for end in range(1, length):
+        start = RowStart(2, prompt[:end], end, listing_all, list(range(40, 50)))
+        (token,) = executor.execute(StepPlan([start], [RowStep(2, 0, end, [], True)])).sampled
+        assert token.logprobs is not None
+        ids, logprobs = token.logprobs.top_token_ids, token.logprobs.top_logprobs
+        expected.append((logprobs[ids.index(prompt[end])], ids[:num_top], logprobs[:num_top]))
+    for chunk in (1, 16, 512):
+        actual = prompt_logprobs_in_chunks(executor, prompt, chunk, num_top)
+        assert len(actual) == len(expected) == length - 1
+        for entry, (logprob, ids, logprobs) in zip(actual, expected, strict=True):
+            assert entry.logprob == pytest.approx(logprob, abs=1e-4)
+            assert entry.top_token_ids == ids
+            assert entry.top_logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_prompt_logprobs_change_no_bit_of_any_row(executor: Executor) -> None:
+    asking = dataclasses.replace(SEEDED, prompt_logprobs=True, top_prompt_logprobs=2)
+
+    def run(sampling: SamplingParameters, rows: list[int]) -> dict[int, list[SampledToken]]:
+        prompts = {row: prompt_of(10 + 20 * row, row) for row in rows}
+        starts = [
+            RowStart(row, prompt, len(prompt), sampling, list(range(8 * row, 8 * row + 8)))
+            for row, prompt in prompts.items()
+        ]
+        # One row asks, one in two where there are several; some are in the middle of their prompt.
+        steps = [
+            RowStep(row, 0, len(prompt) - row % 3, [], not row % 3, bool(sampling.prompt_logprobs))
+            for row, prompt in prompts.items()
+        ]
+        executor.execute(StepPlan(starts, steps))
+        left = [RowStep(row, len(prompts[row]) - row % 3, row % 3, [], True) for row in rows]
+        result = executor.execute(StepPlan([], [step for step in left if step[2]]))
+        return {token.row: [token] for token in result.sampled}
+
+    together = run(asking, [0, 1, 2, 3, 4, 5])
+    assert together == run(SEEDED, [0, 1, 2, 3, 4, 5])
+    for row in (1, 2, 4, 5):
+        assert run(asking, [row])[row] == together[row] == run(SEEDED, [row])[row]
 
 
 def test_bug_34_nan_in_one_row_fails_that_row_alone_and_leaves_no_trace(tmp_path: Path) -> None:

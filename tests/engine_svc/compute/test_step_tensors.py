@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_svc.compute.step_tensors import PersistentBatch
+from engine_svc.compute.step_tensors import PersistentBatch, StepInputs
 from engine_svc.planning.step import RowStart, RowStep, SamplingParameters, StepPlan
 
 MAX_SEQS, MAX_LEN = 5, 40
@@ -18,15 +18,18 @@ def test_tensors_of_every_step_say_what_the_rows_hold(data: st.DataObject, block
     tokens: dict[int, list[int]] = {}
     blocks: dict[int, list[int]] = {}
     computed: dict[int, int] = {}
+    prompts: dict[int, int] = {}
     free_blocks = iter(range(10_000))
     for _ in range(data.draw(st.integers(1, 6))):
         starts = []
         for row in data.draw(st.lists(st.integers(0, MAX_SEQS - 1), unique=True)):
             length = data.draw(st.integers(1, 30))
+            prompts[row] = data.draw(st.integers(1, length))
             tokens[row] = [row * 100 + i for i in range(length)]
             computed[row] = data.draw(st.integers(0, (length - 1) // block_size)) * block_size
             blocks[row] = [next(free_blocks) for _ in range(computed[row] // block_size)]
-            starts.append(RowStart(row, tokens[row], length, PARAMETERS, list(blocks[row])))
+            parameters = SamplingParameters(max_tokens=1, top_prompt_logprobs=row)
+            starts.append(RowStart(row, tokens[row], prompts[row], parameters, list(blocks[row])))
         steps = []
         for row in data.draw(st.permutations(sorted(tokens))):
             left = len(tokens[row]) - computed[row]
@@ -36,7 +39,8 @@ def test_tensors_of_every_step_say_what_the_rows_hold(data: st.DataObject, block
             needed = -(-(computed[row] + count) // block_size) - len(blocks[row])
             new_blocks = [next(free_blocks) for _ in range(needed)]
             blocks[row] += new_blocks
-            steps.append(RowStep(row, computed[row], count, new_blocks, samples=count == left))
+            asks = computed[row] < prompts[row] - 1 and data.draw(st.booleans())
+            steps.append(RowStep(row, computed[row], count, new_blocks, count == left, asks))
         inputs = batch.apply(StepPlan(starts, steps))
 
         expected: dict[str, list[int]] = {"ids": [], "positions": [], "slots": [], "ends": []}
@@ -59,7 +63,10 @@ def test_tensors_of_every_step_say_what_the_rows_hold(data: st.DataObject, block
             assert inputs.block_table[index, : len(own)].tolist() == own
         sampled = [index for index, step in enumerate(steps) if step.samples]
         assert inputs.sampled_sequences.tolist() == sampled
-        assert inputs.sample_indices.tolist() == [expected["ends"][i] - 1 for i in sampled]
+        places = inputs.kept_indices[inputs.sample_places].tolist()
+        assert places == [expected["ends"][i] - 1 for i in sampled]
+        check_kept_tokens(inputs, steps)
+        check_prompt_targets(inputs, steps, tokens, prompts)
 
         for step in steps:
             computed[step.row] += step.num_scheduled_tokens
@@ -68,6 +75,47 @@ def test_tensors_of_every_step_say_what_the_rows_hold(data: st.DataObject, block
         batch.append(rows, inputs.seq_lens[inputs.sampled_sequences].numpy(), new_ids)
         for row, token_id in zip(rows.tolist(), new_ids.tolist(), strict=True):
             tokens[row].append(token_id)
+
+
+def check_kept_tokens(inputs: StepInputs, steps: list[RowStep]) -> None:
+    kept = [i for i, step in enumerate(steps) if step.samples or step.prompt_logprobs]
+    assert inputs.kept_sequences.tolist() == kept
+    indices: list[int] = []
+    bounds = [0]
+    ends = inputs.cu_seqlens.tolist()[1:]
+    for index in kept:
+        step = steps[index]
+        count = step.num_scheduled_tokens if step.prompt_logprobs else 1
+        indices += range(ends[index] - count, ends[index])
+        bounds.append(len(indices))
+    assert inputs.kept_indices.tolist() == indices
+    assert inputs.kept_cu_seqlens.tolist() == bounds
+    assert inputs.keeps_every_token == (len(indices) == len(inputs.token_ids))
+
+
+def check_prompt_targets(
+    inputs: StepInputs,
+    steps: list[RowStep],
+    tokens: dict[int, list[int]],
+    prompts: dict[int, int],
+) -> None:
+    asking = [step for step in steps if step.prompt_logprobs]
+    targets = inputs.prompt_targets
+    if targets is None:
+        assert not asking
+        return
+    assert targets.rows == [step.row for step in asking]
+    before, following, num_top = [], [], []
+    for step, count in zip(asking, targets.counts, strict=True):
+        end = step.num_computed_tokens + step.num_scheduled_tokens
+        positions = range(step.num_computed_tokens, min(end, prompts[step.row] - 1))
+        assert count == len(positions) > 0
+        before += [tokens[step.row][position] for position in positions]
+        following += [tokens[step.row][position + 1] for position in positions]
+        num_top += [step.row] * count
+    assert inputs.token_ids[inputs.kept_indices[targets.kept_places]].tolist() == before
+    assert targets.token_ids.tolist() == following
+    assert targets.num_top == num_top
 
 
 def test_the_token_after_the_longest_sequence_needs_no_place() -> None:
