@@ -58,11 +58,12 @@ def build_line(options: LineOptions, internal_ports: Sequence[int]) -> Line:
         )
         for i in range(options.num_tokenizers)
     ]
+    tokenizer = ("--tokenizer", _addresses(tokenizers))
     engines = [
         _internal(
             _numbered("engine_svc", i, options.num_engines),
             next(ports),
-            (*model, *options.engine_arguments),
+            (*model, *tokenizer, *options.engine_arguments),
         )
         for i in range(options.num_engines)
     ]
@@ -70,13 +71,13 @@ def build_line(options: LineOptions, internal_ports: Sequence[int]) -> Line:
         _internal(
             _numbered("detok_svc", i, options.num_detoks),
             next(ports),
-            ("--tokenizer", _addresses(tokenizers)),
+            tokenizer,
         )
         for i in range(options.num_detoks)
     ]
     redis = [] if options.redis_url else [_embedded_redis(next(ports))]
     links = (
-        *("--tokenizer", _addresses(tokenizers)),
+        *tokenizer,
         *("--detok", _addresses(detoks)),
         *("--engine", _addresses(engines)),
         *("--redis", options.redis_url or f"redis://{redis[0].address}/0"),

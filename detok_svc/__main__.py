@@ -6,12 +6,13 @@ from detok_svc.engine_link import EngineLinks
 from detok_svc.service import SERVICE, DetokService
 from detok_svc.settings import Settings
 from detok_svc.token_bytes import TokenBytes
-from detok_svc.tokenizer_link import fetch_tokenizer, watch_fingerprint
+from detok_svc.tokenizer_link import watch_fingerprint
 from protos.common.v1 import common_pb2
 from protos.detok.v1 import detok_pb2_grpc
 from protos.wire.process_memory import release_free_memory
 from protos.wire.server import GrpcServer
 from protos.wire.service import install_stop_signals, run_main
+from protos.wire.tokenizer_fetch import fetch_tokenizer
 
 
 async def serve(settings: Settings) -> None:

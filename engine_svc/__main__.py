@@ -3,16 +3,21 @@
 import asyncio
 import gc
 import logging
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 
 from engine_svc.compute.executor import Executor, ExecutorConfig
+from engine_svc.compute.grammar_compiler import GrammarCompiler
 from engine_svc.planning.limits import SchedulerConfig
 from engine_svc.service import EngineService
 from engine_svc.settings import Settings
 from protos.common.v1 import common_pb2
 from protos.engine.v1 import engine_pb2_grpc
+from protos.tokenizer.v1 import tokenizer_pb2
 from protos.wire.model_files import fingerprint, model_name
 from protos.wire.server import GrpcServer
 from protos.wire.service import install_stop_signals, run_main
+from protos.wire.tokenizer_fetch import fetch_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -24,13 +29,20 @@ async def serve(settings: Settings) -> None:
         model = common_pb2.ModelIdentity(
             name=model_name(settings.model), fingerprint=fingerprint(settings.model)
         )
+        fetching = asyncio.create_task(fetch_unless_stopped(settings.tokenizer, stop))
         executor = await asyncio.to_thread(load_executor, settings)
+        compiler = await load_grammars(await fetching, model, executor)
         # What the load left behind lives as long as the process; the collector need not look at
         # it in the middle of a step.
         gc.collect()
         gc.freeze()
         config = scheduler_config(settings, executor)
-        async with EngineService(executor, config, model, on_failure=stop.set) as service:
+        async with AsyncExitStack() as stack:
+            if compiler is not None:
+                stack.enter_context(compiler)
+            service = await stack.enter_async_context(
+                EngineService(executor, config, model, stop.set, compiler)
+            )
             engine_pb2_grpc.add_EngineServiceServicer_to_server(service, server.grpc)
             await server.serve_until_stopped(
                 stop,
@@ -54,6 +66,43 @@ def load_executor(settings: Settings) -> Executor:
         dtype=settings.dtype,
     )
     return Executor.load(settings.model, config, report=logger.info)
+
+
+async def fetch_unless_stopped(
+    addresses: Sequence[str], stop: asyncio.Event
+) -> tokenizer_pb2.GetTokenizerResponse | None:
+    """The tokenizer, waited for; None without addresses, or when `stop` is set first."""
+    if not addresses:
+        return None
+    fetching = asyncio.create_task(fetch_tokenizer(addresses))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((fetching, stopping), return_when=asyncio.FIRST_COMPLETED)
+        return await fetching if fetching.done() else None
+    finally:
+        fetching.cancel()
+        stopping.cancel()
+
+
+async def load_grammars(
+    fetched: tokenizer_pb2.GetTokenizerResponse | None,
+    model: common_pb2.ModelIdentity,
+    executor: Executor,
+) -> GrammarCompiler | None:
+    """Lets the executor follow grammars, given the tokenizer of its model."""
+    if fetched is None:
+        return None
+    if fetched.model.fingerprint != model.fingerprint:
+        logger.warning(
+            "the tokenizer service serves another model, %s, so no grammars are enforced",
+            fetched.model.name,
+        )
+        return None
+    compiler = await asyncio.to_thread(
+        GrammarCompiler, fetched.tokenizer_json, fetched.eos_token_ids, executor.vocab_size
+    )
+    executor.follow_grammars(compiler)
+    return compiler
 
 
 def scheduler_config(settings: Settings, executor: Executor) -> SchedulerConfig:

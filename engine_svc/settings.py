@@ -12,6 +12,11 @@ class Settings:
     """Flags `--max-num-seqs …`, or `TOKENLINE_ENGINE_MAX_NUM_SEQS` and so on."""
 
     model: Path = setting(REQUIRED, "The model: a GGUF file or a Hugging Face directory.")
+    tokenizer: tuple[str, ...] = setting(
+        (),
+        "host:port[,host:port…] of the tokenizer service, which structured output needs; without "
+        "it, requests with a grammar are refused.",
+    )
     host: str = setting("127.0.0.1", "Address to listen on.")
     port: int = setting(8003, "Port to listen on; 0 picks a free one.", minimum=0, maximum=65535)
     max_num_seqs: int = setting(64, "The most sequences that run at once.", minimum=1)

@@ -44,7 +44,8 @@ def test_each_service_is_told_where_the_others_are() -> None:
         assert told["--detok"] == f"{specs['detok_svc-1'].address},{specs['detok_svc-2'].address}"
         assert told["--engine"] == engines
         assert told["--redis"] == f"redis://{specs['redis'].address}/0"
-    assert flags(specs["detok_svc-1"])["--tokenizer"] == specs["tokenizer_svc"].address
+    for service in ("detok_svc-1", "engine_svc-1", "engine_svc-2"):
+        assert flags(specs[service])["--tokenizer"] == specs["tokenizer_svc"].address
     addresses = [spec.address for spec in specs.values()]
     assert len(set(addresses)) == len(addresses)
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,11 +17,15 @@ from engine_svc.__main__ import scheduler_config
 from engine_svc.settings import Settings
 from protos.common.v1 import common_pb2
 from protos.engine.v1 import engine_pb2, engine_pb2_grpc
+from protos.tokenizer.v1 import tokenizer_pb2
 from protos.wire.channel import open_channel
 from protos.wire.model_files import fingerprint
 from tests.fakes.engine_server import proto_sampling
 from tests.fakes.fake_executor import FakeExecutor
+from tests.fakes.grammars import text_of
+from tests.fakes.scripted_tokenizer import ScriptedTokenizer
 from tests.fakes.tiny_models import VOCAB_SIZE, write_tiny_llama
+from tests.fakes.tiny_tokenizers import IM_END, byte_level
 
 START_SECONDS = 60
 
@@ -108,6 +113,76 @@ async def test_the_process_serves_the_model_and_drains_on_sigterm(model_path: Pa
             assert outputs[-1].finish.reason == common_pb2.FINISH_REASON_LENGTH
             assert sum(len(output.token_ids) for output in outputs) == 50
         assert await asyncio.wait_for(process.wait(), 30) == 0
+
+
+class ByteLevelTokenizer(ScriptedTokenizer):
+    """Hands out the tiny models' tokenizer."""
+
+    async def GetTokenizer(self, request: Any, context: Any) -> Any:
+        tokenizer_json = byte_level().to_str().encode()
+        return tokenizer_pb2.GetTokenizerResponse(
+            model=self.model, tokenizer_json=tokenizer_json, eos_token_ids=[IM_END]
+        )
+
+
+async def finish_of(address: str, grammar: common_pb2.Grammar) -> tuple[str, common_pb2.Finish]:
+    """The text and finish of a request with this grammar."""
+    sampling = proto_sampling(20, temperature=1.5, eos_token_ids=[IM_END], grammar=grammar)
+    record = common_pb2.GenerationRecord(prompt_token_ids=[1, 2, 3], sampling=sampling)
+    async with open_channel(address) as channel:
+        call = engine_pb2_grpc.EngineServiceStub(channel).Generate()
+        submit = engine_pb2.Submit(sequence_id=1, record=record)
+        await call.write(engine_pb2.GenerateRequest(submit=submit))
+        outputs: list[engine_pb2.Output] = []
+        while not outputs or not outputs[-1].HasField("finish"):
+            outputs += (await call.read()).outputs
+        await call.done_writing()
+    token_ids = [token_id for output in outputs for token_id in output.token_ids]
+    return text_of(token_ids), outputs[-1].finish
+
+
+@pytest.mark.slow
+async def test_the_process_enforces_grammars_with_the_tokenizer_of_its_model(
+    model_path: Path,
+) -> None:
+    model = common_pb2.ModelIdentity(name="tiny", fingerprint=fingerprint(model_path))
+    flags = ("--model", str(model_path), "--port", "0", "--kv-memory", "1MiB", "--tokenizer")
+    # Another model's tokenizer must not do: its ids mean other texts.
+    strange = common_pb2.ModelIdentity(name="strange", fingerprint="0123")
+    async with (
+        ByteLevelTokenizer(model).serving() as right,
+        ByteLevelTokenizer(strange).serving() as wrong,
+        engine_process(*flags, right) as engine,
+        engine_process(*flags, wrong) as engine_without,
+    ):
+        address = await ready_address(engine)
+        text, finish = await finish_of(address, common_pb2.Grammar(regex="(yes|no)!"))
+        assert text in ("yes!", "no!")
+        assert finish == common_pb2.Finish(reason=common_pb2.FINISH_REASON_STOP)
+        text, finish = await finish_of(address, common_pb2.Grammar(json_schema='{"not": {}}'))
+        assert (text, finish.error.kind) == ("", common_pb2.ERROR_KIND_INVALID_REQUEST)
+        assert (finish.error.code, finish.error.param) == ("unsupported_schema", "grammar")
+        address = await ready_address(engine_without)
+        _, finish = await finish_of(address, common_pb2.Grammar(regex="a"))
+        assert finish.error.code == "grammars_unavailable"
+        for process in (engine, engine_without):
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), 30) == 0
+
+
+@pytest.mark.slow
+async def test_the_process_stops_while_it_waits_for_a_tokenizer(model_path: Path) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        async with engine_process(
+            *("--model", str(model_path), "--port", "0", "--tokenizer", address)
+        ) as process:
+            assert process.stderr is not None
+            while b"no tokenizer from" not in await process.stderr.readline():
+                pass
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
 @pytest.mark.slow
