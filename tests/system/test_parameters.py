@@ -1,14 +1,14 @@
 """The effect of every parameter on what a real line answers, with a model that speaks nonsense."""
 
+import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.fakes.running_line import RunningLine, running_line
-from tests.fakes.tiny_models import VOCAB_SIZE
+from tests.fakes.tiny_models import VOCAB_SIZE, write_tiny_llama
 from tests.fakes.tiny_tokenizers import IM_END, IM_START, byte_level
 
 pytestmark = pytest.mark.slow
@@ -27,10 +27,16 @@ def ids(text: str) -> list[int]:
 READABLE = {"allowed_token_ids": ids(LETTERS), "temperature": 0, "max_tokens": 24}
 
 
+# What the model itself asks for where a request is silent.
+GENERATION_CONFIG = {"eos_token_id": IM_END, "temperature": 0.0, "max_new_tokens": 12}
+
+
 @pytest.fixture(scope="module")
-def tiny_line(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[RunningLine]:
+def tiny_line(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningLine]:
     directory = tmp_path_factory.mktemp("parameters")
-    arguments = ("--model", str(tiny_model), "--max-num-seqs", "8", "--kv-memory", "16MiB")
+    model = write_tiny_llama(directory / MODEL)
+    (model / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG))
+    arguments = ("--model", str(model), "--max-num-seqs", "8", "--kv-memory", "16MiB")
     with running_line(directory, *arguments) as started:
         yield started
 
@@ -183,6 +189,13 @@ def test_a_seed_repeats_its_choices(line: Line) -> None:
     assert line.answer(temperature=1, seed=5, n=3)["choices"] == first
     assert line.text(temperature=1, seed=5) == first[0]["text"]
     assert line.text(temperature=1, seed=6) != first[0]["text"]
+
+
+def test_the_models_own_config_speaks_where_the_request_is_silent(line: Line, plain: str) -> None:
+    silent = line.answer(temperature=None, max_tokens=None)
+    assert silent["choices"][0]["text"] == plain[:12]
+    assert silent["choices"][0]["finish_reason"] == "length"
+    assert line.text(temperature=1, seed=5, max_tokens=None) != plain[:12]
 
 
 def test_best_of_returns_the_likeliest_of_its_choices(line: Line) -> None:
