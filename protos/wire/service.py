@@ -25,7 +25,8 @@ def run_main(
 ) -> NoReturn:
     """Runs `serve` with settings from the command line and the environment, then exits.
 
-    `loop_factory` makes the event loop; None takes asyncio's own. A StartupError becomes one line on stderr and exit code 78.
+    `loop_factory` makes the event loop; None takes asyncio's own. A StartupError becomes one line
+    on stderr and exit code 78.
     """
     try:
         settings = load_settings(settings_class, service, sys.argv[1:], os.environ)

@@ -10,7 +10,7 @@ TEXT = [
     "The quick brown fox jumps over the lazy dog. It's 12:34, don't be late!\n\n",
     "def add(first, second):\n    return first + second  # the sum\n",
     'user system assistant model tool <think>\n</think>\n\n {"name": "search"} < > | <<||>>\n',
-    "Straße, naïve café; Привет, мир! 你好，世界 🦜🦜\t\ttabs   and    blanks\n" * 3,
+    "Straße, naïve café; Привет, мир! 你好\uff0c世界 🦜🦜\t\ttabs   and    blanks\n" * 3,
 ]
 
 
