@@ -253,3 +253,33 @@ def test_echo_shows_the_prompt(line: Line, plain: str) -> None:
     assert line.text(prompt=ids(PROMPT), echo=True) == PROMPT + plain
     choice = line.choice(echo=True, max_tokens=0)
     assert (choice["text"], choice["finish_reason"]) == (PROMPT, "length")
+
+
+def test_echoed_log_probabilities_are_those_of_generating(line: Line, plain: str) -> None:
+    generated = line.choice(logprobs=3)["logprobs"]
+    echoed = line.choice(prompt=PROMPT + plain, echo=True, max_tokens=0, logprobs=3)["logprobs"]
+    assert echoed["tokens"] == list(PROMPT + plain)
+    assert echoed["text_offset"] == list(range(len(PROMPT + plain)))
+    assert echoed["token_logprobs"][0] is None and echoed["top_logprobs"][0] is None
+    of_answer = echoed["token_logprobs"][len(PROMPT) :]
+    assert of_answer == pytest.approx(generated["token_logprobs"], abs=1e-3)
+    tops = echoed["top_logprobs"][len(PROMPT) :]
+    for found, expected in zip(tops, generated["top_logprobs"], strict=True):
+        assert found == pytest.approx(expected, abs=1e-3)
+
+
+def test_prompt_log_probabilities_name_every_token(line: Line) -> None:
+    # Twice: what is asked of a cached prompt is computed all the same.
+    for _ in range(2):
+        first, *rest = line.choice(prompt_logprobs=2)["prompt_logprobs"]
+        assert first is None
+        for token_id, letter, entries in zip(ids(PROMPT)[1:], PROMPT[1:], rest, strict=True):
+            own = entries[str(token_id)]
+            assert own["decoded_token"] == letter
+            assert len(entries) == (2 if own["rank"] else 3)
+            ranked = [entry for entry in entries.values() if entry["rank"]]
+            best, second = sorted(ranked, key=lambda entry: entry["rank"])
+            assert (best["rank"], second["rank"]) == (1, 2)
+            assert 0 >= best["logprob"] >= second["logprob"] >= own["logprob"] or own["rank"]
+    chat = line.chat(messages=[{"role": "user", "content": "hi"}], prompt_logprobs=0, max_tokens=1)
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
