@@ -23,6 +23,8 @@ _JSON_STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
 # Between two tokens of JSON: nothing, a blank, or a new line and its indentation. Any run of blanks
 # is JSON as well, but models get lost in it until their tokens are used up.
 _JSON_WHITESPACE: Final = r" |\n[ \t]{0,40}"
+# How the library begins what it says of a schema inside a grammar.
+_SCHEMA_IN_LARK: Final = "failed to compile JSON schema"
 _FORM_NAMES: Final = {
     GrammarForm.JSON_SCHEMA: "JSON schema",
     GrammarForm.REGEX: "regular expression",
@@ -63,7 +65,8 @@ def refusal(grammar: Grammar, library_message: str) -> InvalidRequest:
     form = grammar.form
     if library_message.startswith("panic"):
         return _refused(form, "it is too large once its alternatives are multiplied out")
-    if form is not GrammarForm.JSON_SCHEMA:
+    is_schema = form is GrammarForm.JSON_SCHEMA or _SCHEMA_IN_LARK in library_message
+    if not is_schema:
         return _refused(form, library_message.strip().partition("\n   1 |")[0])
     for pattern, problem in _SCHEMA_PROBLEMS.items():
         if found := re.search(pattern, library_message):

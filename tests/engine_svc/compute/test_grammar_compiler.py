@@ -145,6 +145,15 @@ def test_a_grammar_at_fault_is_refused(compiler, grammar: Grammar, problem: str)
     assert problem in str(error)
 
 
+def test_a_schema_inside_a_grammar_is_refused_in_the_same_words(compiler) -> None:
+    document = json.dumps({"type": "array", "contains": {"type": "string"}})
+    error = refusal_of(compiler, lark(f'start: "a" inner\ninner: %json {document}'))
+    assert error.code == "unsupported_schema"
+    assert str(error) == (
+        'The grammar cannot be enforced: the keyword "contains" is not supported.'
+    )
+
+
 def test_braces_in_strings_are_no_depth(compiler) -> None:
     assert accepts(compiler, schema({"const": '[{"' * 100}), json.dumps('[{"' * 100))
 
