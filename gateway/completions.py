@@ -1,5 +1,6 @@
 """POST /v1/completions: from the body to a job, from outputs to chunks and the answer."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any, Final
@@ -52,7 +53,9 @@ class Completions:
         prompts = [_prompt(prompt) for prompt in body.prompts()]
         model = self._lanes.model(body.model)
         job = job_from(body, identity, model, endpoint=PATH, prompts=prompts, prompt_param="prompt")
-        echoed = [await self._text_of(prompt, body) for prompt in body.prompts() if body.echo]
+        echoed = await asyncio.gather(
+            *(self._text_of(prompt, body) for prompt in body.prompts() if body.echo)
+        )
         form = CompletionForm(job.request_id, model, body, echoed)
         return answer(self._pipeline, job, form, self._ping_seconds)
 
@@ -116,12 +119,12 @@ class CompletionForm(AnswerForm[Choice]):
             events += self._chunk(index, "", None, reason, usage)
         return b"".join(events)
 
-    def usage_event(self, usage: Usage) -> bytes:
+    async def last_events(self, usage: Usage) -> bytes:
         if not self._body.include_usage:
             return b""
         return event({**self._common, "choices": [], "usage": usage_json(usage)})
 
-    def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+    async def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         shown = enumerate(self._returned(choices))
         return msgspec.json.encode(
             {

@@ -145,3 +145,24 @@ async def test_a_request_is_cancelled_by_id_through_another_gateway(line: Runnin
         assert finish_reason_of(seen) == "cancelled"
         assert text_of(seen)
         await until_true(lambda: _is_idle(line.service("engine_svc").address))
+
+
+async def test_bug_45_a_bias_outside_the_vocabulary_is_refused_and_hurts_nobody(
+    line: RunningLine,
+) -> None:
+    async with httpx.AsyncClient(timeout=TIMEOUT) as client:
+        body = {"model": await model_of(client, line.url), **REFERENCE}
+        reference = await answer_text(client, line.url, body)
+        # SmolLM2's head has 49152 rows.
+        bad: list[Any] = [{"49152": 5}, {"-1": 5}, {"abc": 5}, {"5": 101}, {"5": "x"}]
+        for biases in bad:
+            answer = await client.post(
+                f"{line.url}/v1/chat/completions", json={**body, "logit_bias": biases}
+            )
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "logit_bias"
+            assert await answer_text(client, line.url, body) == reference
+        for biases in ({}, {"49151": -100}):
+            biased = {**body, "logit_bias": biases}
+            assert await answer_text(client, line.url, biased) == reference
+            assert await answer_text(client, line.url, body) == reference
