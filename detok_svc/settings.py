@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from protos.wire.service import check_main
 from protos.wire.settings import REQUIRED, setting
 
 
@@ -26,3 +27,7 @@ class Settings:
     log_level: str = setting(
         "info", "Least severe level to log.", choices=("debug", "info", "warning", "error")
     )
+
+
+if __name__ == "__main__":
+    check_main("detok_svc", Settings)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protos.wire.errors import StartupError
+from protos.wire.service import check_main
 from protos.wire.settings import REQUIRED, parse_size, setting
 
 
@@ -52,3 +53,7 @@ class Settings:
                 f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least "
                 f"--max-num-seqs ({self.max_num_seqs}), so that every sequence gets a token a step"
             )
+
+
+if __name__ == "__main__":
+    check_main("engine_svc", Settings)

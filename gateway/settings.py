@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gateway.tool_call_format import AUTO, SETTINGS
+from protos.wire.service import check_main
 from protos.wire.settings import REQUIRED, parse_size, setting
 
 
@@ -36,6 +37,9 @@ class Settings:
     redis_prefix: str = setting("tokenline:", "What every Redis key and channel begins with.")
     record_ttl_seconds: int = setting(
         3600, "How long the record of a finished request stays in Redis.", minimum=1
+    )
+    response_ttl_seconds: int = setting(
+        86_400, "How long a response of /v1/responses stays in Redis.", minimum=1
     )
     max_live_requests: int = setting(
         1024, "Requests in progress beyond which new ones get HTTP 429.", minimum=1
@@ -70,3 +74,7 @@ class Settings:
         30.0, "How long requests in progress may go on after SIGTERM.", minimum=0.0
     )
     log_level: str = setting("info", "Log level.", choices=("debug", "info", "warning", "error"))
+
+
+if __name__ == "__main__":
+    check_main("gateway", Settings)

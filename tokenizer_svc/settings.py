@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protos.wire.channel import MAX_MESSAGE_BYTES
+from protos.wire.service import check_main
 from protos.wire.settings import REQUIRED, parse_size, setting
 
 
@@ -14,7 +15,7 @@ class Settings:
     model: Path = setting(REQUIRED, "The model: a Hugging Face directory or a GGUF file.")
     served_model_name: str = setting("", "The name users see; by default that of the file.")
     host: str = setting("127.0.0.1", "Address to listen on.")
-    port: int = setting(50051, "Port to listen on; 0 picks a free one.", minimum=0, maximum=65535)
+    port: int = setting(8001, "Port to listen on; 0 picks a free one.", minimum=0, maximum=65535)
     chat_template: Path | None = setting(
         None, "A file with a Jinja chat template, instead of the model's own."
     )
@@ -34,3 +35,7 @@ class Settings:
     log_level: str = setting(
         "info", "How much to log.", choices=("debug", "info", "warning", "error")
     )
+
+
+if __name__ == "__main__":
+    check_main("tokenizer_svc", Settings)

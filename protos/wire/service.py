@@ -34,11 +34,28 @@ def run_main(
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(serve(settings))
     except StartupError as error:
-        sys.stderr.write(f"{service}: cannot start: {error}\n")
-        sys.exit(EXIT_CANNOT_START)
+        _refuse(service, error)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     sys.exit(0)
+
+
+def check_main(service: str, settings_class: type[Any]) -> NoReturn:
+    """Reads the settings as `run_main` does, says what is wrong with them, and exits.
+
+    `python -m SERVICE.settings` runs it, with the flags of the service: it loads nothing of the
+    service but its settings.
+    """
+    try:
+        load_settings(settings_class, service, sys.argv[1:], os.environ)
+    except StartupError as error:
+        _refuse(service, error)
+    sys.exit(0)
+
+
+def _refuse(service: str, error: StartupError) -> NoReturn:
+    sys.stderr.write(f"{service}: cannot start: {error}\n")
+    sys.exit(EXIT_CANNOT_START)
 
 
 def install_stop_signals() -> asyncio.Event:

@@ -23,6 +23,8 @@ from protos.wire.errors import StartupError
 SettingsT = TypeVar("SettingsT")
 
 REQUIRED: Final[Any] = dataclasses.MISSING
+# How like a known name an unknown one must be for it to be suggested, from 0 to 1.
+_CLOSE: Final = 0.7
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 
 
@@ -50,8 +52,16 @@ def parse_size(text: str) -> int:
     """A number of bytes from "4096", "512MiB", "2 GB"; raises ValueError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", text.lower())
     if match is None:
-        raise ValueError("expected a size such as 512MiB or 2GiB")
+        raise ValueError(f"expected a size such as 512MiB or 2GiB, got {text!r}")
     return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def format_size(num_bytes: int) -> str:
+    """The shortest exact text that `parse_size` reads back: "512MiB", "1500"."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes and num_bytes % factor == 0:
+            return f"{num_bytes // factor}{unit}"
+    return str(num_bytes)
 
 
 def parse_addresses(text: str) -> tuple[str, ...]:
@@ -62,7 +72,7 @@ def parse_addresses(text: str) -> tuple[str, ...]:
         if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
             raise ValueError(f"expected host:port, got {address!r}")
     if not addresses:
-        raise ValueError("expected at least one host:port")
+        raise ValueError(f"expected at least one host:port, got {text!r}")
     return addresses
 
 
@@ -72,7 +82,7 @@ def _parse_bool(text: str) -> bool:
         return True
     if lowered in ("0", "false", "no", "off"):
         return False
-    raise ValueError("expected true or false")
+    raise ValueError(f"expected true or false, got {text!r}")
 
 
 _PARSERS: dict[Any, Callable[[str], Any]] = {
@@ -130,9 +140,11 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _unknown(key: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
-    return f"unknown setting {key}" + (f", did you mean {close[0]}?" if close else "")
+def _unknown(key: str, prefix: str, known: Sequence[str]) -> str:
+    # Without what all names share: it would make any two of them alike.
+    names = [name.removeprefix(prefix) for name in known]
+    close = difflib.get_close_matches(key.removeprefix(prefix), names, n=1, cutoff=_CLOSE)
+    return f"unknown setting {key}" + (f", did you mean {prefix}{close[0]}?" if close else "")
 
 
 def _from_environment(
@@ -149,7 +161,7 @@ def _from_environment(
         if key in known:
             found[known[key]] = (key, text)
         else:
-            problems.append(_unknown(key, list(known)))
+            problems.append(_unknown(key, prefix, list(known)))
     return found
 
 
@@ -162,7 +174,7 @@ def _from_flags(
     while rest:
         flag, equals, text = rest.pop(0).partition("=")
         if flag not in known:
-            problems.append(_unknown(flag, list(known)))
+            problems.append(_unknown(flag, "--", list(known)))
             if rest and not rest[0].startswith("--"):
                 rest.pop(0)
         elif equals:
@@ -199,7 +211,25 @@ def _parse(field: "dataclasses.Field[Any]", hint: Any, text: str) -> Any:
 def _help_text(service: str, prefix: str, fields: Mapping[str, Any]) -> str:
     lines = [f"usage: python -m {service} [--setting value …]", ""]
     for name, field in fields.items():
-        default = "required" if field.default is REQUIRED else f"default {field.default}"
-        lines.append(f"  {_flag(name)}, {prefix}{name.upper()} ({default})")
-        lines.append(f"      {field.metadata['help']}")
+        lines.append(f"  {_flag(name)}, {prefix}{name.upper()} ({_default_text(field)})")
+        lines.append(f"      {field.metadata['help']}{_values_text(field)}")
     return "\n".join(lines) + "\n"
+
+
+def _default_text(field: "dataclasses.Field[Any]") -> str:
+    default = field.default
+    if default is REQUIRED:
+        return "required"
+    if default in (None, "", ()):
+        return "default: none"
+    if field.metadata["parse"] is parse_size:
+        return f"default {format_size(default)}"
+    if isinstance(default, bool):
+        return f"default {str(default).lower()}"
+    return f"default {','.join(default) if isinstance(default, tuple) else default}"
+
+
+def _values_text(field: "dataclasses.Field[Any]") -> str:
+    if field.metadata["choices"]:
+        return f" One of {', '.join(field.metadata['choices'])}."
+    return " true or false." if isinstance(field.default, bool) else ""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from protos.wire.errors import StartupError
-from protos.wire.settings import REQUIRED, load_settings, parse_size, setting
+from protos.wire.settings import REQUIRED, format_size, load_settings, parse_size, setting
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,7 @@ class Settings:
     model: Path = setting(REQUIRED, "The model.")
     port: int = setting(8000, "The port.", minimum=0, maximum=65535)
     memory: int | None = setting(None, "Bytes.", parse=parse_size)
+    chunk: int = setting(512 << 20, "Bytes.", parse=parse_size)
     tokenizer: tuple[str, ...] = setting(("127.0.0.1:1",), "Addresses.")
     prefix_cache: bool = setting(True, "Reuse prefixes.")
     dtype: str = setting("float32", "Number format.", choices=("float32", "bfloat16"))
@@ -82,7 +83,42 @@ def test_help_lists_settings_with_their_environment_names(
     with pytest.raises(SystemExit) as ended:
         load("--help")
     assert ended.value.code == 0
-    assert "--prefix-cache, TOKENLINE_ENGINE_PREFIX_CACHE (default True)" in capsys.readouterr().out
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    for name, text, help_text in (
+        ("MODEL", "required", "The model."),
+        ("PORT", "default 8000", "The port."),
+        ("MEMORY", "default: none", "Bytes."),
+        ("CHUNK", "default 512MiB", "Bytes."),
+        ("TOKENIZER", "default 127.0.0.1:1", "Addresses."),
+        ("PREFIX_CACHE", "default true", "Reuse prefixes. true or false."),
+        ("DTYPE", "default float32", "Number format. One of float32, bfloat16."),
+    ):
+        flag = "--" + name.lower().replace("_", "-")
+        at = lines.index(f"{flag}, TOKENLINE_ENGINE_{name} ({text})")
+        assert lines[at + 1] == help_text
+
+
+def test_only_a_name_that_is_close_is_suggested() -> None:
+    with pytest.raises(StartupError) as error:
+        load("--model=m", "--bogus", TOKENLINE_ENGINE_BOGUS="1")
+    assert str(error.value) == "unknown setting TOKENLINE_ENGINE_BOGUS; unknown setting --bogus"
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0"), (1500, "1500"), (512 << 20, "512MiB"), (1 << 40, "1024GiB")]
+)
+def test_sizes_are_written_as_they_are_read(size: int, text: str) -> None:
+    assert format_size(size) == text
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(("--memory=banana",), "got 'banana'"), (("--prefix-cache=2",), "got '2'")],
+)
+def test_a_value_that_cannot_be_read_is_named(arguments: tuple[str, ...], words: str) -> None:
+    with pytest.raises(StartupError, match=words):
+        load("--model=m", *arguments)
 
 
 @pytest.mark.parametrize(
