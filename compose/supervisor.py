@@ -24,11 +24,22 @@ _MAX_CRASHES_BEFORE_READY: Final = 4
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """One process of the line. `name` is unique; `address` is host:port."""
+    """One process of the line. `name` is unique; `address` is host:port.
+
+    `settings_check` is a command that checks the settings of `command` and starts nothing, where
+    there is one. Lines of output that hold one of the texts of `noise` are not shown.
+    """
 
     name: str
     command: tuple[str, ...]
     address: str
+    settings_check: tuple[str, ...] = ()
+    noise: tuple[str, ...] = ()
+
+    @property
+    def service(self) -> str:
+        """What the process is a replica of."""
+        return self.name.partition("-")[0]
 
 
 @dataclass
@@ -125,9 +136,7 @@ class Supervisor:
         num_crashes = 0
         while not service.stopping.is_set():
             started = time.monotonic()
-            child = await Child.start(
-                service.spec.command, lambda line: self._log.write(name, line)
-            )
+            child = await Child.start(service.spec.command, lambda line: self._show(service, line))
             service.child = child
             if service.stopping.is_set():
                 child.kill()
@@ -148,6 +157,10 @@ class Supervisor:
             with suppress(TimeoutError):
                 await asyncio.wait_for(service.stopping.wait(), delay)
             service.num_restarts += 1
+
+    def _show(self, service: Service, line: str) -> None:
+        if not any(text in line for text in service.spec.noise):
+            self._log.write(service.spec.name, line)
 
     def _final_cause(self, name: str, child: Child, code: int, num_crashes: int) -> str:
         """Why a restart will not help, in one line; empty when it may."""

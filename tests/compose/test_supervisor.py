@@ -1,6 +1,7 @@
 """Services are restarted when they crash, stopped in order, and never outlive the launcher."""
 
 import asyncio
+import dataclasses
 import io
 import os
 import signal
@@ -46,6 +47,15 @@ async def run_one(code: str, log: Log) -> str:
     """Runs one service until it is given up; returns the cause."""
     async with Supervisor([[spec("a", code)]], log.log) as supervisor:
         return await asyncio.wait_for(supervisor.wait_for_failure(), 30)
+
+
+async def test_noise_is_not_shown() -> None:
+    log = Log()
+    code = "import sys; print('one\\nWARNING: noise!\\ntwo'); sys.exit(78)"
+    noisy = dataclasses.replace(spec("a", code), noise=("noise!",))
+    async with Supervisor([[noisy]], log.log) as supervisor:
+        await asyncio.wait_for(supervisor.wait_for_failure(), 30)
+    assert log.lines == ["a | one", "a | two"]
 
 
 async def test_output_is_logged_line_by_line() -> None:

@@ -12,7 +12,7 @@ import redis.asyncio as redis
 
 from compose.embedded_redis import server_command
 from compose.ports import free_ports
-from tests.fakes.running_line import RunningLine, living, running_line, start_launcher
+from tests.fakes.running_line import TOKENLINE, RunningLine, living, running_line, start_launcher
 from tests.fakes.streaming_client import finish_reason_of, open_stream
 from tests.fakes.waiting import until, until_true
 
@@ -203,7 +203,33 @@ async def test_too_little_memory_for_the_kv_cache_is_one_line(
     assert "KV cache" in last
 
 
-async def test_a_bad_engine_option_is_one_line(tiny_model: Path, tmp_path: Path) -> None:
-    last = await end_of_failed_start(tmp_path, "--model", str(tiny_model), "--dtype", "float7")
-    assert last.startswith("tokenline: engine_svc cannot start: ")
-    assert "float7" in last
+async def test_every_wrong_setting_is_in_one_line_before_anything_starts(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, text in {
+        "GATEWAY_BOGUS": "1",
+        "GATEWAY_MAX_LIVE_REQUESTS": "-5",
+        "ENGINE_BLOCK_SIZE": "int3",
+        "ENGNE_DTYPE": "float32",
+    }.items():
+        monkeypatch.setenv(f"TOKENLINE_{key}", text)
+    arguments = ("--model", str(tiny_model), "--kv-memory", "banana", "--dtype", "float8")
+    result = await asyncio.to_thread(
+        subprocess.run,
+        [TOKENLINE, "up", "--port", "0", *arguments],
+        env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (result.returncode, result.stdout) == (1, "")
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("tokenline: wrong settings: ")
+    for fault in (
+        "TOKENLINE_GATEWAY_BOGUS",
+        "TOKENLINE_GATEWAY_MAX_LIVE_REQUESTS: must be at least 1, got -5",
+        "TOKENLINE_ENGINE_BLOCK_SIZE: expected a number, got 'int3'",
+        "did you mean TOKENLINE_ENGINE_DTYPE?",
+        "--kv-memory: expected a size such as 512MiB or 2GiB, got 'banana'",
+        "--dtype: expected one of float32, bfloat16, got 'float8'",
+    ):
+        assert fault in result.stderr
