@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gateway.answers import finish_reason
 from gateway.chat_events import CallArguments, CallStart, ChatEvent, ContentPiece, ReasoningPiece
@@ -9,8 +10,7 @@ from gateway.chat_reducer import ChatReducer, TextReading
 from protos.detok.v1 import detok_pb2
 
 
-@dataclass(frozen=True, slots=True)
-class ChatDelta:
+class ChatDelta(NamedTuple):
     """What one output adds. `finish_reason` is None while the choice goes on."""
 
     events: Sequence[ChatEvent]

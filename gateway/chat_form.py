@@ -34,6 +34,7 @@ class ChatForm(AnswerForm[ChatChoice]):
             "system_fingerprint": model.system_fingerprint,
         }
         self._reading = reading or TextReading()
+        self._is_plain = self._reading.is_plain
         self._in_reasoning = False
         self._has_logprobs = bool(body.logprobs)
         self._has_usage = body.include_usage
@@ -59,6 +60,8 @@ class ChatForm(AnswerForm[ChatChoice]):
         is_first = index not in self._readers
         if is_first:
             self._readers[index] = self._new_reader()
+        elif self._is_plain and not output.logprobs and not output.HasField("finish"):
+            return self._plain_event(index, output.text, usage)
         reader = self._readers[index]
         delta = reader.read(output)
         deltas = self._deltas(index, delta, is_first=is_first)
@@ -104,13 +107,20 @@ class ChatForm(AnswerForm[ChatChoice]):
             }
         )
 
+    def _plain_event(self, index: int, text: str, usage: Usage) -> bytes:
+        """What an output comes to that is nothing but text: by far the most common, so at once."""
+        if not text:
+            return b""
+        end = b'},"logprobs":null,"finish_reason":null' + self._tail(usage)
+        return b'%b%d,"delta":{"content":%b%b' % (self._head, index, json_text(text), end)
+
     def _new_reader(self) -> ChatReader:
         return ChatReader(self._reading, in_reasoning=self._in_reasoning)
 
     def _deltas(self, index: int, delta: ChatDelta, *, is_first: bool) -> list[bytes]:
         """The insides of the chunks' `delta`, one for each chunk."""
         events = list(delta.events)
-        if self._reading.is_plain and not events and (is_first or delta.logprobs):
+        if self._is_plain and not events and (is_first or delta.logprobs):
             events.append(ContentPiece(""))
         if _has_content(events):
             self._with_content.add(index)
