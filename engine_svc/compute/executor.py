@@ -11,11 +11,16 @@ from torch import Tensor
 from engine_svc.compute.grammar_compiler import GrammarCompiler
 from engine_svc.compute.grammar_rows import GrammarRows
 from engine_svc.compute.kv_storage import KvLayout
-from engine_svc.compute.memory import format_bytes, free_memory_bytes
+from engine_svc.compute.memory import (
+    format_bytes,
+    free_memory_bytes,
+    step_bytes,
+    weight_bytes,
+)
 from engine_svc.compute.model.config import ModelConfig
 from engine_svc.compute.model.decoder import Decoder
 from engine_svc.compute.model.rotary import cos_sin_table
-from engine_svc.compute.model.weights import expected_shapes, load_weights, open_source
+from engine_svc.compute.model.weights import load_weights, open_source
 from engine_svc.compute.prompt_scoring import score_prompts
 from engine_svc.compute.sampler import SampledBatch, Sampler
 from engine_svc.compute.step_tensors import PersistentBatch, StepInputs
@@ -202,18 +207,16 @@ def _num_blocks(
     dtype: torch.dtype,
 ) -> int:
     """How many KV blocks there is room for beside the weights."""
-    values = sum(int(np.prod(shape)) for shape in expected_shapes(model_config).values())
-    if model_config.tie_word_embeddings:
-        # The head is laid out for products, the embedding for look-ups.
-        values += model_config.vocab_size * model_config.hidden_size
-    weight_bytes = values * dtype.itemsize
+    model_bytes = weight_bytes(model_config, dtype) + step_bytes(
+        model_config, dtype, config.max_num_batched_tokens, config.max_num_seqs
+    )
     free = free_memory_bytes()
-    kv_bytes = config.kv_memory_bytes or int(max(0, free - weight_bytes) * _KV_SHARE)
-    needed = weight_bytes + max(kv_bytes, layout.block_bytes)
+    kv_bytes = config.kv_memory_bytes or int(max(0, free - model_bytes) * _KV_SHARE)
+    needed = model_bytes + max(kv_bytes, layout.block_bytes)
     if needed > free:
         raise StartupError(
-            f"not enough memory: {format_bytes(weight_bytes)} for the weights and "
-            f"{format_bytes(needed - weight_bytes)} for the KV cache are needed, "
+            f"not enough memory: {format_bytes(model_bytes)} for the model and "
+            f"{format_bytes(needed - model_bytes)} for the KV cache are needed, "
             f"{format_bytes(free)} are free"
         )
     num_blocks = kv_bytes // layout.block_bytes
