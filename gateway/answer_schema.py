@@ -75,6 +75,34 @@ class TextCompletion(msgspec.Struct):
     usage: UsageAnswer
 
 
+class ResponseAnswer(msgspec.Struct):
+    """A response of the Responses API; `output` is a list of its items."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    model: str
+    output: list[dict[str, Any]]
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | None
+    usage: dict[str, Any] | None
+
+
+class ItemList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class Deletion(msgspec.Struct):
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
 class ModelAnswer(msgspec.Struct):
     id: str
     object: Literal["model"]

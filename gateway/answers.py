@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Final, Generic, Protocol, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -66,7 +66,13 @@ ChoiceT = TypeVar("ChoiceT", bound=GrowingChoice)
 
 
 class AnswerForm(ABC, Generic[ChoiceT]):
-    """How an endpoint writes one answer, streamed or whole."""
+    """How an endpoint writes one answer, streamed or whole.
+
+    `end_of_stream` ends every stream; `ping` is sent while there is nothing to say.
+    """
+
+    end_of_stream: ClassVar[bytes] = DONE
+    ping: ClassVar[bytes] = PING
 
     def begin(self, *, in_reasoning: bool) -> None:
         """Called once, before all else. in_reasoning: the prompt ends where thoughts begin."""
@@ -87,11 +93,15 @@ class AnswerForm(ABC, Generic[ChoiceT]):
         """
 
     @abstractmethod
-    def usage_event(self, usage: Usage) -> bytes:
-        """The event before the last; empty when usage was not asked for."""
+    async def last_events(self, usage: Usage) -> bytes:
+        """The events after all outputs; `end_of_stream` follows them."""
+
+    def failure_events(self, error: TokenlineError) -> bytes:
+        """The events of a stream that fails."""
+        return error_event(error)
 
     @abstractmethod
-    def body(self, choices: Sequence[ChoiceT], usage: Usage) -> bytes:
+    async def whole(self, choices: Sequence[ChoiceT], usage: Usage) -> bytes:
         """The whole answer as JSON."""
 
 
@@ -119,16 +129,17 @@ class StreamedAnswer(Response):
         stream = EventStream(send)
         with suppress(ClientDisconnected):
             async with ended_by_disconnect(receive):
-                await self._answer(stream)
+                await self.answer(stream)
 
-    async def _answer(self, stream: EventStream) -> None:
+    async def answer(self, stream: EventStream) -> None:
+        """Writes the whole answer to `stream`."""
         try:
             last = await self._stream_outputs(stream)
         except Exception as error:
             if not stream.started:
                 raise
-            last = error_event(_as_typed(error))
-        await stream.close(last + DONE)
+            last = self._form.failure_events(as_typed(error))
+        await stream.close(last + self._form.end_of_stream)
 
     async def _stream_outputs(self, stream: EventStream) -> bytes:
         """Sends every output, and returns the events that end the stream."""
@@ -152,8 +163,8 @@ class StreamedAnswer(Response):
                         await stream.send(events)
                     raise _failure(self._job, failed)
                 if not generation.finished and (events or not outputs):
-                    await stream.send(events or PING)
-            return events + self._form.usage_event(generation.usage)
+                    await stream.send(events or self._form.ping)
+            return events + await self._form.last_events(generation.usage)
 
 
 class WholeAnswer(Response):
@@ -182,7 +193,7 @@ class WholeAnswer(Response):
                     choices[index].add(output)
                     if choices[index].finish_reason == "tool_calls":
                         generation.note_tool_calls(index)
-            return self._form.body(choices, generation.usage)
+            return await self._form.whole(choices, generation.usage)
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
@@ -253,7 +264,8 @@ def _failure(job: Job, output: detok_pb2.Output) -> TokenlineError:
     return error
 
 
-def _as_typed(error: Exception) -> TokenlineError:
+def as_typed(error: Exception) -> TokenlineError:
+    """`error` as it may be told to a client; what is a fault of ours is logged."""
     if isinstance(error, TokenlineError):
         log_fault(error)
         return error

@@ -29,6 +29,8 @@ from gateway.operations import Endpoints, operations
 from gateway.pipeline import Pipeline
 from gateway.redis_client import AnyRedis
 from gateway.requests_api import Requests
+from gateway.response_store import ResponseStore
+from gateway.responses import Responses
 from gateway.settings import Settings
 from gateway.tokenization import Tokenization
 from protos.wire.errors import TokenlineError
@@ -66,12 +68,13 @@ class Gateway:
             self.lanes.engine_loads,
             lambda: (self.ledger.available, self.ledger.num_dropped),
         )
-        self.app = self._make_app(settings)
         self._stack = AsyncExitStack()
+        self.app = self._make_app(settings, redis)
 
     async def __aenter__(self) -> Self:
         await self._stack.enter_async_context(self.ledger)
         await self._stack.enter_async_context(self.lanes)
+        self._stack.push_async_callback(self._responses.close)
         return self
 
     async def __aexit__(
@@ -82,17 +85,22 @@ class Gateway:
     ) -> None:
         await self._stack.aclose()
 
-    def _make_app(self, settings: Settings) -> Starlette:
+    def _make_app(self, settings: Settings, redis: AnyRedis) -> Starlette:
         pipeline = Pipeline(self.lanes, self.admission, self.metrics)
         limits = (settings.max_body_bytes, settings.ping_seconds)
         model_text = ModelText(settings.tool_call_format, settings.reasoning)
+        requests = Requests(self.admission, self.ledger)
+        store = ResponseStore(redis, settings.redis_prefix, settings.response_ttl_seconds)
+        responses = Responses(self.lanes, pipeline, *limits, model_text, store, requests)
+        self._responses = responses
         described = operations(
             Endpoints(
                 chats=ChatCompletions(self.lanes, pipeline, *limits, model_text),
                 texts=Completions(self.lanes, pipeline, *limits),
                 tokenization=Tokenization(self.lanes, settings.max_body_bytes),
                 models=Models(self.lanes),
-                requests=Requests(self.admission, self.ledger),
+                responses=responses,
+                requests=requests,
                 health=Health(self.lanes, self.admission, self.ledger, self.metrics),
             )
         )

@@ -76,13 +76,13 @@ class ChatForm(AnswerForm[ChatChoice]):
             events += (head, b'},"logprobs":null,"finish_reason":"', reason, b'"', tail)
         return b"".join(events)
 
-    def usage_event(self, usage: Usage) -> bytes:
+    async def last_events(self, usage: Usage) -> bytes:
         if not self._has_usage:
             return b""
         chunk = self._object("chat.completion.chunk")
         return event({**chunk, "choices": [], "usage": usage_json(usage)})
 
-    def body(self, choices: Sequence[ChatChoice], usage: Usage) -> bytes:
+    async def whole(self, choices: Sequence[ChatChoice], usage: Usage) -> bytes:
         prompt_logprobs = {}
         if self._num_top_prompt_logprobs is not None:
             # One prompt, so that those of any choice are those of the request.

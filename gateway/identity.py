@@ -12,7 +12,7 @@ from protos.wire.logs import child_traceparent
 
 MAX_ID_LENGTH: Final = 128
 _VALID_ID: Final = re.compile(rf"[\x21-\x7e]{{1,{MAX_ID_LENGTH}}}")
-_ANSWER_PREFIXES: Final = ("chatcmpl-", "cmpl-")
+_ANSWER_PREFIXES: Final = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from gateway import answer_schema as answers
-from gateway import chat_completions, completions
+from gateway import chat_completions, completions, responses
 from gateway.chat_completions import ChatCompletions
 from gateway.completions import Completions
 from gateway.health import Health
 from gateway.models import Models
 from gateway.openai_schema import ChatCompletionRequest, CompletionRequest
 from gateway.requests_api import Requests
+from gateway.response_schema import ResponseRequest
+from gateway.responses import Responses
 from gateway.routes import EVENT_STREAM, JSON, Operation
 from gateway.tokenization import (
     DetokenizeAnswer,
@@ -35,6 +37,7 @@ class Endpoints:
 
     chats: ChatCompletions
     texts: Completions
+    responses: Responses
     tokenization: Tokenization
     models: Models
     requests: Requests
@@ -43,7 +46,14 @@ class Endpoints:
 
 def operations(of: Endpoints) -> Sequence[Operation]:
     """The table, in the order in which the router tries it."""
-    return (*_generation(of), *_models(of), *_requests(of), *_health(of))
+    return (
+        *_generation(of),
+        *_responses(of),
+        *_tokens(of),
+        *_models(of),
+        *_requests(of),
+        *_health(of),
+    )
 
 
 def _generation(of: Endpoints) -> Sequence[Operation]:
@@ -70,6 +80,67 @@ def _generation(of: Endpoints) -> Sequence[Operation]:
             media_types=_STREAMED,
             errors=_GENERATION,
         ),
+    )
+
+
+def _responses(of: Endpoints) -> Sequence[Operation]:
+    one = f"{responses.PATH}/{{response_id:path}}"
+    return (
+        Operation(
+            method="POST",
+            path=responses.PATH,
+            endpoint=of.responses.create,
+            summary="Create a response, whole, as a stream of events, or in the background",
+            tag="Responses",
+            body=ResponseRequest,
+            answers={200: answers.ResponseAnswer},
+            media_types=_STREAMED,
+            errors=_GENERATION,
+        ),
+        Operation(
+            method="POST",
+            path=f"{one}/cancel",
+            endpoint=of.responses.cancel,
+            summary="Cancel a response that runs in the background",
+            tag="Responses",
+            answers={200: answers.ResponseAnswer},
+            errors=(*_ANY, 404),
+        ),
+        Operation(
+            method="GET",
+            path=f"{one}/input_items",
+            endpoint=of.responses.input_items,
+            summary="What a response was asked",
+            tag="Responses",
+            answers={200: answers.ItemList},
+            errors=(*_ANY, 404),
+            parameters={"order": Literal["asc", "desc"]},
+        ),
+        Operation(
+            method="GET",
+            path=one,
+            endpoint=of.responses.get,
+            summary="A response that is kept, or with `stream` its events",
+            tag="Responses",
+            answers={200: answers.ResponseAnswer},
+            media_types=_STREAMED,
+            errors=(*_ANY, 404),
+            parameters={"stream": bool, "starting_after": int},
+        ),
+        Operation(
+            method="DELETE",
+            path=one,
+            endpoint=of.responses.delete,
+            summary="Forget a response, and end it where it still runs",
+            tag="Responses",
+            answers={200: answers.Deletion},
+            errors=(*_ANY, 404),
+        ),
+    )
+
+
+def _tokens(of: Endpoints) -> Sequence[Operation]:
+    return (
         Operation(
             method="POST",
             path="/tokenize",

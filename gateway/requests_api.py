@@ -36,7 +36,11 @@ class Requests:
 
     async def cancel(self, request: Request) -> Response:
         """Cancels a request wherever it runs. Of one that has finished, says how it ended."""
-        request_id = request.path_params["request_id"]
+        record = await self.cancel_by_id(request.path_params["request_id"])
+        return json_response({**record.to_json(), "cancel_requested": record.is_live})
+
+    async def cancel_by_id(self, request_id: str) -> RequestRecord:
+        """Cancels a request; its record as it was then. Raises NotFound and Unavailable."""
         for candidate in candidate_ids(request_id):
             live = self._admission.find(candidate)
             if live is not None:
@@ -47,8 +51,7 @@ class Requests:
                 if record is not None and record.is_live:
                     await self._ledger.request_cancel(record.id, record.incarnation)
             if record is not None:
-                body = {**record.to_json(), "cancel_requested": record.is_live}
-                return json_response(body)
+                return record
         # It may have begun on another gateway a moment ago, and not be in the ledger yet.
         await self._ledger.request_cancel_soon(candidate_ids(request_id))
         raise _unknown(request_id)

@@ -77,7 +77,13 @@ def test_the_page_needs_no_other_host(url: str) -> None:
 def test_generated_requests_are_answered_as_declared(url: str) -> None:
     answers = fuzz(url, NUM_CASES)
     assert sum(answers.values()) >= NUM_CASES * 0.8
-    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+    for path in (
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/tokenize",
+        "/detokenize",
+    ):
         assert any(answer.startswith(f"POST {path} 400") for answer in answers)
 
 
