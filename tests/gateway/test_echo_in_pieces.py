@@ -1,5 +1,6 @@
 """With echo, too, joined deltas are the whole answer, however outputs were grouped."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -54,7 +55,7 @@ def test_joined_deltas_are_the_whole_answer(
         for event in sent.split("\n\n")
         if event
     ]
-    (whole,) = json.loads(form.body([choice], USAGE))["choices"]
+    (whole,) = json.loads(asyncio.run(form.whole([choice], USAGE)))["choices"]
     assert "".join(chunk["text"] for chunk in chunks) == whole["text"] == prompt + "".join(tokens)
     for name, values in whole["logprobs"].items():
         streamed = [chunk["logprobs"][name] for chunk in chunks if chunk["logprobs"]]

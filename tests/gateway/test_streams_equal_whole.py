@@ -1,5 +1,6 @@
 """Joined deltas are the whole answer, however outputs were grouped."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -56,7 +57,7 @@ def whole_choice(form: ChatForm | CompletionForm, outputs: Sequence[detok_pb2.Ou
     choice = form.new_choice()
     for one in outputs:
         choice.add(one)
-    (made,) = json.loads(form.body([choice], USAGE))["choices"]
+    (made,) = json.loads(asyncio.run(form.whole([choice], USAGE)))["choices"]
     return made
 
 
