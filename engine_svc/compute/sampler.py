@@ -36,7 +36,7 @@ class Sampler:
         """logits float32 [s, vocab_size], raw; overwritten."""
         errors = _reject_rows(logits)
         # A copy of the rows that ask, since what follows changes the logits in place.
-        raw = None if inputs.logprobs is None else logits[inputs.logprobs.rows]
+        raw = None if inputs.logprobs is None else logits.index_select(0, inputs.logprobs.rows)
         self._edit(logits, inputs, errors)
         token_ids = self._kernels.sample(
             logits,
@@ -84,7 +84,7 @@ class Sampler:
             edited.append(inputs.biases.rows)
         if inputs.penalties is not None:
             rows, *arguments = inputs.penalties
-            penalised = logits[rows]
+            penalised = logits.index_select(0, rows)
             kernels.penalize(penalised, *arguments)
             logits.index_copy_(0, rows, penalised)
             edited.append(rows)
@@ -121,7 +121,7 @@ def _reject_rows(logits: Tensor) -> list[SamplingError | None]:
 
 def _reject_edited(logits: Tensor, rows: Tensor, errors: list[SamplingError | None]) -> None:
     """Like `_reject_rows`, for `rows` whose logits were finite until they were edited."""
-    best = logits[rows].amax(dim=-1)
+    best = logits.amax(dim=-1)[rows]
     is_bad = ~torch.isfinite(best)
     if not torch.any(is_bad):
         return

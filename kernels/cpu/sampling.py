@@ -16,14 +16,20 @@ GREEDY_TEMPERATURE = 1e-5
 # many times more when those were not enough.
 _FIRST_CANDIDATES = 1024
 _MORE_CANDIDATES = 8
+# For each byte of a mask what it adds to the logits of its eight tokens: 0, or -inf.
+_OFFSETS_OF_BYTE = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
+    np.float32(0.0),
+    np.float32(-np.inf),
+)
 
 
 def mask_logits(logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
     """See `Kernels.mask_logits`."""
-    # numpy unpacks bits; on torch it takes several passes over 4 bytes for each.
-    allowed_bytes = allowed.numpy().view(np.uint8)
-    bits = np.unpackbits(allowed_bytes, axis=-1, count=logits.shape[1], bitorder="little")
-    logits[rows] = logits[rows].masked_fill_(torch.from_numpy(bits) == 0, -torch.inf)
+    # Eight tokens at a time, and added: masked_fill takes 15 times as long on a mixed mask.
+    offsets = np.take(_OFFSETS_OF_BYTE, allowed.numpy().view(np.uint8), axis=0)
+    offsets = offsets.reshape(len(offsets), -1)[:, : logits.shape[1]]
+    logits.index_add_(0, rows, torch.from_numpy(offsets))
 
 
 def bias_logits(logits: Tensor, rows: Tensor, token_ids: Tensor, biases: Tensor) -> None:
