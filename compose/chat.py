@@ -2,8 +2,8 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Final
 
 from rich.console import Console
 
@@ -16,21 +16,46 @@ with contextlib.suppress(ImportError):
     import readline  # noqa: F401
 
 
+# A small model talks nonsense at OpenAI's 1.0; its makers advise this.
+DEFAULT_TEMPERATURE: Final = 0.2
+# Small models may never end by themselves.
+DEFAULT_MAX_TOKENS: Final = 512
+
+
 class Conversation:
-    """The messages so far, and how to get the next one."""
+    """The messages so far, and how to get the next one.
+
+    Without `max_tokens` an answer may have DEFAULT_MAX_TOKENS, or half of what a small context
+    holds.
+    """
 
     def __init__(
-        self, client: GatewayClient, console: Console, system: str, parameters: Mapping[str, Any]
+        self,
+        client: GatewayClient,
+        console: Console,
+        system: str = "",
+        temperature: float = DEFAULT_TEMPERATURE,
+        max_tokens: int | None = None,
     ) -> None:
         self._client = client
         self._console = console
-        self._model = client.model_name()
+        model = client.model()
+        self._model = model.name
         self._messages = [{"role": "system", "content": system}] if system else []
-        self._parameters = parameters
+        room = DEFAULT_MAX_TOKENS if model.max_model_len is None else model.max_model_len // 2
+        self._parameters = {
+            "temperature": temperature,
+            "max_tokens": max_tokens or max(1, min(DEFAULT_MAX_TOKENS, room)),
+        }
 
     @property
-    def model(self) -> str:
-        return self._model
+    def description(self) -> str:
+        """With whom one talks, and how."""
+        temperature, max_tokens = self._parameters["temperature"], self._parameters["max_tokens"]
+        return (
+            f"{self._model} at {self._client.url} (temperature {temperature:g}, answers of at most "
+            f"{max_tokens} tokens; see --help)"
+        )
 
     def ask(self, question: str) -> Answer:
         """Sends `question` and shows the answer. On an error the question is forgotten."""
@@ -55,8 +80,10 @@ def ask_once(conversation: Conversation, question: str) -> int:
 def talk(conversation: Conversation, console: Console) -> int:
     """Reads questions until the input ends; returns the exit code of the command."""
     console.print(
-        f"Talking to {conversation.model}. Ctrl-C ends an answer, Ctrl-D the conversation.",
+        f"Talking to {conversation.description}. Ctrl-C ends an answer, Ctrl-D the conversation.",
         style="dim",
+        markup=False,
+        highlight=False,
     )
     for question in _questions(console):
         try:
@@ -71,8 +98,14 @@ def _questions(console: Console) -> Iterator[str]:
     while True:
         try:
             question = input(prompt).strip()
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             console.print()
             return
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            # As in a shell: the line is given up, not the conversation.
+            console.print("\nCtrl-D ends the conversation.", style="dim")
+            continue
         if question:
             yield question

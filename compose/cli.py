@@ -2,12 +2,19 @@
 
 import asyncio
 import sys
+from importlib.metadata import version
 from typing import Annotated, Final
 
 import typer
 from rich.console import Console
 
-from compose.chat import Conversation, ask_once, talk
+from compose.chat import (
+    DEFAULT_MAX_TOKENS,
+    DEFAULT_TEMPERATURE,
+    Conversation,
+    ask_once,
+    talk,
+)
 from compose.directories import models_directory, state_directory
 from compose.errors import CommandError
 from compose.gateway_client import GatewayClient
@@ -15,6 +22,7 @@ from compose.line import LineOptions
 from compose.local import run_line
 from compose.machine_share import engine_share
 from compose.model_store import DEFAULT_MODEL, ModelStore
+from compose.own_command import own_command
 from compose.ports import free_ports
 from compose.process_table import show_lines
 from compose.state_file import running_lines
@@ -23,7 +31,6 @@ _DEFAULT_PORT: Final = 8000
 _ENGINE_PANEL: Final = "Engine options (each engine's own default where not given)"
 
 app = typer.Typer(
-    help="Serves large language models over an OpenAI-compatible API, as a line of small services.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -47,6 +54,24 @@ def _engine_option(help_text: str) -> typer.models.OptionInfo:
 
 def _count_option(noun: str) -> typer.models.OptionInfo:
     return typer.Option(help=f"How many {noun} to run.", min=1, max=64)  # type: ignore[no-any-return]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"tokenline {version('tokenline')}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def tokenline(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_show_version, help="Shows the version, and ends."
+        ),
+    ] = False,
+) -> None:
+    """Serves large language models over an OpenAI-compatible API, as a line of small services."""
 
 
 @app.command()
@@ -88,11 +113,14 @@ def up(
         int | None, _engine_option("The most tokens of one sequence, prompt and output together.")
     ] = None,
     kv_memory: Annotated[
-        str | None, _engine_option("Memory for the KV cache, such as 2GiB.")
+        str | None,
+        _engine_option(
+            "Memory for each engine's KV cache, such as 2GiB; else a share of what is free."
+        ),
     ] = None,
     block_size: Annotated[int | None, _engine_option("Tokens per KV block.")] = None,
     num_threads: Annotated[int | None, _engine_option("CPU threads of each engine.")] = None,
-    dtype: Annotated[str | None, _engine_option("Type that the model computes in.")] = None,
+    dtype: Annotated[str | None, _engine_option("Computes in float32 or bfloat16.")] = None,
 ) -> None:
     """Starts the whole line, and stops it on Ctrl-C.
 
@@ -161,18 +189,24 @@ def chat(
     ] = "",
     system: Annotated[str, typer.Option(help="A system message to begin with.")] = "",
     temperature: Annotated[
-        float | None, typer.Option(min=0, max=2, help="0 always takes the likeliest token.")
-    ] = None,
+        float,
+        typer.Option(
+            min=0, max=2, help="0 always takes the likeliest token; small models need it low."
+        ),
+    ] = DEFAULT_TEMPERATURE,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="The most tokens of an answer.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="The most tokens of an answer.",
+            show_default=f"{DEFAULT_MAX_TOKENS}, or half of a smaller context",
+        ),
     ] = None,
 ) -> None:
     """Talks with the model; answers stream, with their tokens per second."""
     console = Console()
-    given = {"temperature": temperature, "max_tokens": max_tokens}
-    parameters = {name: value for name, value in given.items() if value is not None}
     with GatewayClient(url or _local_url()) as client:
-        conversation = Conversation(client, console, system, parameters)
+        conversation = Conversation(client, console, system, temperature, max_tokens)
         code = talk(conversation, console) if question is None else ask_once(conversation, question)
     raise typer.Exit(code)
 
@@ -182,11 +216,18 @@ def ps() -> None:
     """Shows the processes of each running line, and the requests that are live."""
     lines = running_lines(state_directory())
     if not lines:
-        raise CommandError("no line runs here: start one with `tokenline up`")
+        raise CommandError(f"no line runs here: start one with `{own_command()} up`")
     show_lines(lines, Console())
 
 
 def _local_url() -> str:
     """The first gateway of the line that was started last; the default port where none is known."""
     lines = running_lines(state_directory())
-    return lines[-1].gateway_urls[0] if lines else f"http://127.0.0.1:{_DEFAULT_PORT}"
+    if not lines:
+        return f"http://127.0.0.1:{_DEFAULT_PORT}"
+    url = lines[-1].gateway_urls[0]
+    if len(lines) > 1:
+        sys.stderr.write(
+            f"{len(lines)} lines run here; this is the latest, at {url}: --url names another\n"
+        )
+    return url

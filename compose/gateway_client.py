@@ -6,10 +6,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
+from urllib.parse import urlsplit
 
 import httpx2
 
 from compose.errors import CommandError
+from compose.own_command import own_command
 
 _DATA: Final = "data:"
 _CONNECT_SECONDS: Final = 5.0
@@ -22,6 +24,14 @@ class AnswerPart:
     text: str = ""
     finish_reason: str = ""
     completion_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """`max_model_len`: the most tokens of a prompt and its answer together, where that is told."""
+
+    name: str
+    max_model_len: int | None
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,7 @@ class GatewayClient:
     """A connection to one gateway. Every failure is raised as CommandError."""
 
     def __init__(self, url: str) -> None:
-        self._url = url.rstrip("/").removesuffix("/v1")
+        self._url = _base_url(url)
         # No read limit: the first token of a long prompt can take its time.
         timeout = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
         self._http = httpx2.Client(base_url=self._url, timeout=timeout)
@@ -57,10 +67,18 @@ class GatewayClient:
     ) -> None:
         self._http.close()
 
-    def model_name(self) -> str:
-        """The name of the first model that the gateway serves."""
+    @property
+    def url(self) -> str:
+        """Where the gateway is, without the path of its API."""
+        return self._url
+
+    def model(self) -> ServedModel:
+        """The first model that the gateway serves."""
         with self._request("GET", "/v1/models") as answer:
-            return str(answer.json()["data"][0]["id"])
+            models = answer.json()["data"]
+            if not models:
+                raise CommandError(f"the line at {self._url} is not ready: it serves no model yet")
+            return ServedModel(str(models[0]["id"]), models[0].get("max_model_len"))
 
     def live_requests(self) -> list[LiveRequest]:
         """The requests that run now, on any gateway of the line."""
@@ -101,8 +119,8 @@ class GatewayClient:
                 yield answer
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             raise CommandError(
-                f"nothing answers at {self._url}: start a line with `tokenline up`, or name "
-                "another place with --url"
+                f"nothing answers at {self._url} ({str(error) or type(error).__name__}): start a "
+                f"line with `{own_command()} up`, or name another place with --url"
             ) from error
         except httpx2.HTTPError as error:
             raise CommandError(f"the connection to {self._url} broke: {error}") from error
@@ -110,6 +128,19 @@ class GatewayClient:
             raise CommandError(
                 f"{self._url} does not answer as a gateway does ({type(error).__name__}: {error})"
             ) from error
+
+
+def _base_url(url: str) -> str:
+    """`url` with a scheme and without the path of the API; raises CommandError."""
+    whole = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(whole)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_url = False
+    if not is_url or any(character.isspace() for character in url):
+        raise CommandError(f"--url: expected a URL such as http://127.0.0.1:8000, got {url!r}")
+    return whole.rstrip("/").removesuffix("/v1")
 
 
 def _live_request(record: Mapping[str, Any]) -> LiveRequest:

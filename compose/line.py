@@ -1,7 +1,7 @@
 """What a line consists of: which processes, with which flags, in which order they stop."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -39,10 +39,15 @@ class LineOptions:
 
 @dataclass(frozen=True)
 class Line:
-    """The processes of a line, grouped in the order in which they stop, and where to reach it."""
+    """The processes of a line, grouped in the order in which they stop, and where to reach it.
+
+    `num_replicas` counts the services behind the gateways, by the names of `/readyz`.
+    """
 
     stop_order: tuple[tuple[ServiceSpec, ...], ...]
     gateway_urls: tuple[str, ...]
+    redis_url: str
+    num_replicas: Mapping[str, int]
 
     @property
     def specs(self) -> tuple[ServiceSpec, ...]:
@@ -80,11 +85,12 @@ def build_line(options: LineOptions, internal_ports: Sequence[int]) -> Line:
         for i in range(options.num_detoks)
     ]
     redis = [] if options.redis_url else [_embedded_redis(next(ports))]
+    redis_url = options.redis_url or f"redis://{redis[0].address}/0"
     links = (
         *tokenizer,
         *("--detok", _addresses(detoks)),
         *("--engine", _addresses(engines)),
-        *("--redis", options.redis_url or f"redis://{redis[0].address}/0"),
+        *("--redis", redis_url),
     )
     gateways = [
         _service(_numbered("gateway", i, len(options.gateway_ports)), options.host, port, links)
@@ -99,6 +105,12 @@ def build_line(options: LineOptions, internal_ports: Sequence[int]) -> Line:
             tuple(redis),
         ),
         gateway_urls=tuple(_url(options.host, port) for port in options.gateway_ports),
+        redis_url=redis_url,
+        num_replicas={
+            "tokenizers": options.num_tokenizers,
+            "detoks": options.num_detoks,
+            "engines": options.num_engines,
+        },
     )
 
 

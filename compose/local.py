@@ -1,9 +1,7 @@
 """Runs a whole line as local processes: starts it, waits until it is ready, stops it in order."""
 
 import asyncio
-import json
 import os
-import shlex
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -19,10 +17,11 @@ from compose.line import Line, LineOptions, build_line
 from compose.line_log import LineLog
 from compose.machine_share import require_memory
 from compose.ports import free_ports, require_free
-from compose.readiness import wait_until_ready
+from compose.readiness import Readiness, wait_until_ready
 from compose.settings_check import require_good_settings
 from compose.state_file import ServiceState, StateFile
 from compose.supervisor import Supervisor
+from compose.welcome import print_welcome
 
 # Longer than the 30 s that a gateway gives the requests in progress (its --drain-seconds).
 _GRACE_SECONDS: Final = 40.0
@@ -69,8 +68,7 @@ async def _run_until_stopped(
         ready.cancel()
         if was_ready and not failure.done() and not stopped.done():
             supervisor.mark_ready()
-            model = await ready
-            _print_welcome(line, model, time.monotonic() - started, console)
+            print_welcome(line, await ready, time.monotonic() - started, console)
             await asyncio.wait({failure, stopped}, return_when=asyncio.FIRST_COMPLETED)
         console.print("stopping: each service finishes its work, Ctrl-C again ends it at once")
         # A line that never was ready has no work to finish, and may be loading a large model.
@@ -85,14 +83,17 @@ async def _run_until_stopped(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _show_readiness(line: Line, console: Console) -> str:
-    """Waits for the line, showing what it waits for; returns the name of its model."""
+async def _show_readiness(line: Line, console: Console) -> Readiness:
+    """Waits for the line, showing what it waits for."""
+    urls, num_replicas = line.gateway_urls, line.num_replicas
     if not console.is_terminal:
         return await wait_until_ready(
-            line.gateway_urls, lambda status: console.print(status, soft_wrap=True, markup=False)
+            urls,
+            num_replicas,
+            lambda status: console.print(status, soft_wrap=True, markup=False),
         )
     with console.status("starting") as spinner:
-        return await wait_until_ready(line.gateway_urls, spinner.update)
+        return await wait_until_ready(urls, num_replicas, spinner.update)
 
 
 @dataclass(frozen=True)
@@ -139,34 +140,3 @@ def _service_states(supervisor: Supervisor) -> list[ServiceState]:
         for service in supervisor.services
         if service.child is not None
     ]
-
-
-def _print_welcome(line: Line, model: str, seconds: float, console: Console) -> None:
-    lines = [
-        "",
-        f"Tokenline is ready at {line.gateway_urls[0]}/v1 (model {model}, {seconds:.1f} s)",
-        *(f"another gateway answers at {url}/v1" for url in line.gateway_urls[1:]),
-        "",
-        example_curl(line.gateway_urls[0], model),
-        "",
-        "Also: `tokenline chat` talks in the terminal, `tokenline ps` shows the processes, "
-        "Ctrl-C stops them.",
-        "",
-    ]
-    for text in lines:
-        console.print(text, soft_wrap=True, markup=False, highlight=False)
-
-
-def example_curl(url: str, model: str) -> str:
-    """A command, ready to paste into a shell, that streams an answer."""
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
-        "temperature": 0,
-        "stream": True,
-    }
-    return (
-        f"curl -N {url}/v1/chat/completions \\\n"
-        "  -H 'content-type: application/json' \\\n"
-        f"  -d {shlex.quote(json.dumps(body))}"
-    )

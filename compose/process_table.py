@@ -35,7 +35,7 @@ def show_lines(lines: Sequence[LineState], console: Console) -> None:
     for line in lines:
         gateways = ", ".join(line.gateway_urls)
         console.print(
-            f"{line.model} at {gateways} (launcher {line.launcher_pid})",
+            f"{_served_name(line)} at {gateways} (launcher {line.launcher_pid})",
             soft_wrap=True,
             markup=False,
             highlight=False,
@@ -95,6 +95,15 @@ def _service_table(
         )
         table.add_row(service.name, str(service.pid), port, *measured, str(service.num_restarts))
     return table
+
+
+def _served_name(line: LineState) -> str:
+    """The model's name in the API; that of its file while the line serves none."""
+    try:
+        with GatewayClient(line.gateway_urls[0]) as client:
+            return client.model().name
+    except CommandError:
+        return line.model
 
 
 def _live_requests(gateway_urls: Sequence[str]) -> list[LiveRequest]:

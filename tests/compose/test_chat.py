@@ -1,11 +1,14 @@
 """`tokenline chat` shows what arrives, remembers it, and says clearly what went wrong."""
 
 import io
+import json
+import os
 import subprocess
-import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -13,7 +16,10 @@ from compose.answer_view import Answer, show_answer
 from compose.chat import Conversation
 from compose.errors import CommandError
 from compose.gateway_client import AnswerPart, GatewayClient
+from compose.state_file import LineState
 from tests.fakes.http_app import serve_app
+from tests.fakes.pseudo_terminal import in_terminal
+from tests.fakes.running_line import TOKENLINE
 from tests.fakes.stand_in_gateway import StandInGateway, chunk, usage
 
 EVENTS = [
@@ -37,9 +43,21 @@ def url(gateway: StandInGateway) -> Iterator[str]:
         yield url
 
 
-def run_chat(url: str, *arguments: str, typed: str = "") -> subprocess.CompletedProcess[str]:
-    command = [str(Path(sys.executable).with_name("tokenline")), "chat", "--url", url, *arguments]
-    return subprocess.run(command, input=typed, capture_output=True, text=True, timeout=60)
+def run_chat(
+    url: str, *arguments: str, typed: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [TOKENLINE, "chat", "--url", url, *arguments],
+        env={**os.environ, **environment},
+        input=typed,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def unwrapped(text: str) -> str:
+    return " ".join(text.split())
 
 
 def test_one_question_prints_the_answer_alone(gateway: StandInGateway, url: str) -> None:
@@ -66,7 +84,19 @@ def test_a_conversation_sends_what_was_said_before(gateway: StandInGateway, url:
         "It is Paris.\nReally",
         "second",
     ]
-    assert "temperature" not in gateway.bodies[0]
+
+
+def test_answers_are_bounded_and_the_defaults_are_said(gateway: StandInGateway, url: str) -> None:
+    result = run_chat(url, typed="first\n")
+    assert f"stand-in at {url} (temperature 0.2, answers of at most 512 tokens" in unwrapped(
+        result.stdout
+    )
+    gateway.max_model_len = 100
+    run_chat(url, "Where?")
+    assert [(body["temperature"], body["max_tokens"]) for body in gateway.bodies] == [
+        (0.2, 512),
+        (0.2, 50),
+    ]
 
 
 def test_after_an_error_the_conversation_goes_on(gateway: StandInGateway, url: str) -> None:
@@ -84,10 +114,23 @@ def test_nothing_there_says_how_to_start_it() -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("url", ["http://", "ftp://host", "http://host:port", "a b", "host:0"])
+def test_what_is_no_url_is_named(url: str) -> None:
+    with pytest.raises(CommandError, match="expected a URL such as"):
+        GatewayClient(url)
+
+
+def test_a_host_that_does_not_exist_is_one_line() -> None:
+    result = run_chat("banana.invalid", "hi")
+    assert result.returncode == 1
+    assert result.stderr.startswith("tokenline: nothing answers at http://banana.invalid (")
+    assert len(result.stderr.splitlines()) == 1
+
+
 def ask(url: str) -> Answer:
     console = Console(file=io.StringIO())
     with GatewayClient(url) as client:
-        return Conversation(client, console, "", {}).ask("Where?")
+        return Conversation(client, console).ask("Where?")
 
 
 @pytest.mark.parametrize(
@@ -124,6 +167,42 @@ def test_a_refusal_is_told(
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
 def test_the_url_may_be_that_of_the_api(suffix: str, url: str) -> None:
     assert ask(url + suffix).text == "It is Paris.\nReally"
+
+
+def test_a_url_needs_no_scheme(url: str) -> None:
+    assert ask(url.removeprefix("http://")).text == "It is Paris.\nReally"
+
+
+def test_a_line_that_serves_no_model_yet_is_said(gateway: StandInGateway, url: str) -> None:
+    gateway.missing = ["engine 127.0.0.1:1 loads its model"]
+    with pytest.raises(CommandError, match="is not ready"):
+        ask(url)
+
+
+def test_of_several_lines_the_one_that_answers_is_said(url: str, tmp_path: Path) -> None:
+    for name in ("line-1.json", "line-2.json"):
+        launcher = psutil.Process()
+        path = tmp_path / "tokenline" / name
+        path.parent.mkdir(exist_ok=True)
+        state = LineState(launcher.pid, launcher.create_time(), "m", (url,), ())
+        path.write_text(json.dumps(asdict(state)))
+    result = run_chat("", "Where?", XDG_RUNTIME_DIR=str(tmp_path))
+    assert result.returncode == 0
+    assert f"2 lines run here; this is the latest, at {url}: --url names another" in result.stderr
+
+
+def test_ctrl_c_at_the_prompt_gives_up_the_line_only(url: str) -> None:
+    command = [TOKENLINE, "chat", "--url", url]
+    with in_terminal(command) as (process, terminal):
+        terminal.expect("> ")
+        terminal.type("half a ques")
+        terminal.expect("half a ques")
+        terminal.type("\x03")
+        terminal.expect("Ctrl-D ends the conversation.")
+        terminal.type("Where?\n")
+        terminal.expect("7 tokens")
+        terminal.type("\x04")
+        assert process.wait(30) == 0
 
 
 def terminal() -> Console:

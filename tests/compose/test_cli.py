@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -44,10 +45,25 @@ def test_without_arguments_the_commands_are_listed() -> None:
     assert all(command in result.stdout + result.stderr for command in ("up", "pull", "chat", "ps"))
 
 
+def test_the_version_is_that_of_the_installation() -> None:
+    result = run("--version")
+    assert (result.returncode, result.stdout) == (0, f"tokenline {version('tokenline')}\n")
+
+
+@pytest.mark.parametrize("command", [["pull", ""], ["up", "--model", ""]])
+def test_an_empty_name_of_a_model_is_one_line(command: list[str]) -> None:
+    result = run(*command)
+    assert result.returncode == 1
+    assert "SmolLM2-135M-Instruct" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
 def test_ps_without_a_line_says_how_to_start_one(tmp_path: Path) -> None:
     result = run("ps", XDG_RUNTIME_DIR=str(tmp_path))
     assert result.returncode == 1
-    assert result.stderr == "tokenline: no line runs here: start one with `tokenline up`\n"
+    assert re.fullmatch(
+        r"tokenline: no line runs here: start one with `\S*tokenline up`\n", result.stderr
+    )
 
 
 def test_a_missing_model_is_one_line() -> None:

@@ -60,6 +60,12 @@ def test_processes_are_shown_with_what_they_use(url: str) -> None:
     assert "ended" in rows["gateway"]
 
 
+def test_each_line_is_headed_by_the_name_that_it_serves(url: str) -> None:
+    assert show(url)[0][:3] == ["stand-in", "at", url]
+    # Until there is one, the file's name.
+    assert show("http://127.0.0.1:9")[0][0] == "m.gguf"
+
+
 def test_live_requests_of_all_gateways_are_shown_once(gateway: StandInGateway, url: str) -> None:
     gateway.requests = [live_request()]
     rows = [row for row in show(url, url) if row and row[0] == "chatcmpl-1"]

@@ -107,7 +107,8 @@ def test_of_several_gguf_files_one_is_pulled(hub: FileServer, tmp_path: Path) ->
         ("acme/missing", "has no model acme/missing"),
         ("acme/gated", "HF_TOKEN"),
         ("acme/tiny-gguf:b.gguf", "a-Q8_0.gguf"),
-        ("not-a-repository", "ORG/NAME"),
+        ("not-a-repository", "nothing is known by the name 'not-a-repository': name SmolLM2"),
+        ("", "ORG/NAME or ORG/NAME:FILE.gguf"),
     ],
 )
 def test_a_refused_pull_says_why_in_one_line(

@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from compose.local import example_curl
 from compose.model_store import DEFAULT_MODEL
+from compose.welcome import example_curl
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()

@@ -19,6 +19,9 @@ class StandInGateway:
         self.requests: list[dict[str, Any]] = []
         self.refusal: tuple[int, bytes] | None = None
         self.missing: list[str] = []
+        self.ready_engines = [True]
+        self.redis = "connected"
+        self.max_model_len = 4096
         self.app = Starlette(
             routes=[
                 Route("/readyz", self._readyz),
@@ -29,11 +32,17 @@ class StandInGateway:
         )
 
     async def _readyz(self, request: Request) -> Response:
-        body = {"missing": self.missing, "model": None if self.missing else "stand-in"}
+        body = {
+            "missing": self.missing,
+            "model": None if self.missing else "stand-in",
+            "engines": [{"ready": ready} for ready in self.ready_engines],
+            "redis": self.redis,
+        }
         return JSONResponse(body, 503 if self.missing else 200)
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": "stand-in", "object": "model"}]})
+        model = {"id": "stand-in", "object": "model", "max_model_len": self.max_model_len}
+        return JSONResponse({"object": "list", "data": [] if self.missing else [model]})
 
     async def _requests(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": self.requests})

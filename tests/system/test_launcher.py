@@ -157,6 +157,17 @@ async def test_a_given_redis_takes_the_place_of_the_embedded_one(
             server.terminate()
 
 
+async def test_a_redis_that_is_away_is_said_when_the_line_is_ready(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    arguments = ("--model", str(tiny_model), "--redis", "redis://:secret@127.0.0.1:1/0")
+    with running_line(tmp_path, *arguments) as line:
+        warning = "WARNING: Redis cannot be reached at redis://***@127.0.0.1:1/0."
+        await until(lambda: warning in line.output)
+        async with httpx.AsyncClient(timeout=TIMEOUT) as client:
+            assert await chat(client, line.url)
+
+
 async def test_services_do_not_outlive_a_killed_launcher(tiny_model: Path, tmp_path: Path) -> None:
     with running_line(tmp_path, "--model", str(tiny_model)) as line:
         pids = service_pids(line)
