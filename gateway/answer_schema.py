@@ -103,6 +103,33 @@ class Deletion(msgspec.Struct):
     deleted: bool
 
 
+class MessageAnswer(msgspec.Struct):
+    """A message of the Messages API; `content` is a list of its blocks."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: dict[str, int]
+
+
+class MessageTokens(msgspec.Struct):
+    input_tokens: int
+
+
+class MessageErrorDetail(msgspec.Struct):
+    type: str
+    message: str
+
+
+class MessageErrorAnswer(msgspec.Struct):
+    type: Literal["error"]
+    error: MessageErrorDetail
+
+
 class ModelAnswer(msgspec.Struct):
     id: str
     object: Literal["model"]

@@ -23,6 +23,7 @@ from gateway.errors import answer_http_exception, answer_typed_error
 from gateway.health import Health
 from gateway.lanes import Lanes
 from gateway.ledger import Ledger
+from gateway.messages import Messages
 from gateway.metrics import Metrics
 from gateway.models import Models
 from gateway.operations import Endpoints, operations
@@ -99,6 +100,7 @@ class Gateway:
                 texts=Completions(self.lanes, pipeline, *limits),
                 tokenization=Tokenization(self.lanes, settings.max_body_bytes),
                 models=Models(self.lanes),
+                messages=Messages(self.lanes, pipeline, *limits, model_text),
                 responses=responses,
                 requests=requests,
                 health=Health(self.lanes, self.admission, self.ledger, self.metrics),

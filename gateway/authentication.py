@@ -35,7 +35,7 @@ class Authentication:
         try:
             name = self._keys.name_of(Headers(scope=scope))
         except Unauthorized as error:
-            response = error_response(error)
+            response = error_response(error, scope["path"])
             browsed = scope["path"] in self._browsed_paths
             challenge = 'Basic realm="tokenline: the API key is the password"'
             response.headers["www-authenticate"] = challenge if browsed else "Bearer"

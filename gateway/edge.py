@@ -35,7 +35,7 @@ class Edge:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                self._metrics.responses[metric_label(scope), message["status"]] += 1
+                self._metrics.note_response(metric_label(scope), message["status"])
                 MutableHeaders(scope=message).setdefault("x-request-id", identity.request_id)
             await send(message)
 
@@ -46,5 +46,7 @@ class Edge:
                 logger.exception("%s %s failed", scope["method"], scope["path"])
                 if started:
                     raise
-                response = error_response(InternalError("The server failed on this request."))
+                response = error_response(
+                    InternalError("The server failed on this request."), scope["path"]
+                )
                 await response(scope, receive, send_and_note)

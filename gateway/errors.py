@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.message_errors import message_error_body
 from protos.common.v1 import common_pb2
 from protos.wire.errors import (
     InternalError,
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # What a client that gets 429 or 503 is told to wait.
 RETRY_AFTER_SECONDS: Final = 1
+# Below it, errors have the shape of Anthropic's API.
+MESSAGES_PATH: Final = "/v1/messages"
 
 _TYPES: Final[dict[type[TokenlineError], str]] = {
     Overloaded: "rate_limit_error",
@@ -67,11 +70,14 @@ def json_response(
     )
 
 
-def error_response(error: TokenlineError) -> Response:
+def error_response(error: TokenlineError, path: str) -> Response:
+    """The answer to a request of `path`, in the shape that the clients of that path expect."""
     headers = {}
     if isinstance(error, Overloaded | Unavailable):
         headers["retry-after"] = str(RETRY_AFTER_SECONDS)
-    return json_response(error_body(error), error.http_status, headers)
+    is_for_messages = path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+    body = message_error_body(error) if is_for_messages else error_body(error)
+    return json_response(body, error.http_status, headers)
 
 
 def log_fault(error: TokenlineError) -> None:
@@ -84,7 +90,7 @@ async def answer_typed_error(request: Request, error: Exception) -> Response:
     """Exception handler for TokenlineError."""
     assert isinstance(error, TokenlineError)
     log_fault(error)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def answer_http_exception(request: Request, error: Exception) -> Response:

@@ -8,7 +8,10 @@ from gateway import answer_schema as answers
 from gateway import chat_completions, completions, responses
 from gateway.chat_completions import ChatCompletions
 from gateway.completions import Completions
+from gateway.errors import MESSAGES_PATH
 from gateway.health import Health
+from gateway.message_schema import MessagesRequest, MessagesToCount
+from gateway.messages import Messages
 from gateway.models import Models
 from gateway.openai_schema import ChatCompletionRequest, CompletionRequest
 from gateway.requests_api import Requests
@@ -37,6 +40,7 @@ class Endpoints:
 
     chats: ChatCompletions
     texts: Completions
+    messages: Messages
     responses: Responses
     tokenization: Tokenization
     models: Models
@@ -48,6 +52,7 @@ def operations(of: Endpoints) -> Sequence[Operation]:
     """The table, in the order in which the router tries it."""
     return (
         *_generation(of),
+        *_messages(of),
         *_responses(of),
         *_tokens(of),
         *_models(of),
@@ -79,6 +84,34 @@ def _generation(of: Endpoints) -> Sequence[Operation]:
             answers={200: answers.TextCompletion},
             media_types=_STREAMED,
             errors=_GENERATION,
+        ),
+    )
+
+
+def _messages(of: Endpoints) -> Sequence[Operation]:
+    return (
+        Operation(
+            method="POST",
+            path=MESSAGES_PATH,
+            endpoint=of.messages.create,
+            summary="Answer messages as Anthropic's API does, whole or as a stream of events",
+            tag="Messages",
+            body=MessagesRequest,
+            answers={200: answers.MessageAnswer},
+            media_types=_STREAMED,
+            errors=_GENERATION,
+            error_body=answers.MessageErrorAnswer,
+        ),
+        Operation(
+            method="POST",
+            path=f"{MESSAGES_PATH}/count_tokens",
+            endpoint=of.messages.count_tokens,
+            summary="How many tokens messages come to",
+            tag="Messages",
+            body=MessagesToCount,
+            answers={200: answers.MessageTokens},
+            errors=_BODY,
+            error_body=answers.MessageErrorAnswer,
         ),
     )
 

@@ -1,0 +1,65 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API."""
+
+from typing import Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.answers import answer
+from gateway.chat_job import ModelText, chat_job
+from gateway.errors import MESSAGES_PATH, json_response
+from gateway.identity import checked_identity
+from gateway.lanes import Lanes
+from gateway.message_form import MessageForm
+from gateway.message_input import chat_request
+from gateway.message_schema import MessagesRequest, MessagesToCount
+from gateway.pipeline import Pipeline
+from gateway.request_body import decode_body, read_body
+from protos.tokenizer.v1 import tokenizer_pb2
+
+_PREFIX: Final = "msg_"
+
+_decoder: Final = msgspec.json.Decoder(MessagesRequest)
+_count_decoder: Final = msgspec.json.Decoder(MessagesToCount)
+
+
+class Messages:
+    """The endpoints."""
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        pipeline: Pipeline,
+        max_body_bytes: int,
+        ping_seconds: float,
+        model_text: ModelText,
+    ) -> None:
+        self._lanes = lanes
+        self._pipeline = pipeline
+        self._max_body_bytes = max_body_bytes
+        self._ping_seconds = ping_seconds
+        self._model_text = model_text
+
+    async def create(self, request: Request) -> Response:
+        identity = checked_identity(request)
+        body = decode_body(await read_body(request, self._max_body_bytes), _decoder)
+        chat = chat_request(body)
+        chat.check()
+        model = self._lanes.model(body.model)
+        job, reading = chat_job(chat, identity, model, self._model_text, endpoint=MESSAGES_PATH)
+        form = MessageForm(f"{_PREFIX}{identity.request_id}", model.name, reading)
+        return answer(self._pipeline, job, form, self._ping_seconds)
+
+    async def count_tokens(self, request: Request) -> Response:
+        body = decode_body(await read_body(request, self._max_body_bytes), _count_decoder)
+        chat = chat_request(body)
+        chat.check()
+        model = self._lanes.model(body.model)
+        job, _ = chat_job(
+            chat, request.state.identity, model, self._model_text, endpoint=MESSAGES_PATH
+        )
+        [prompt] = job.prompts
+        assert isinstance(prompt, tokenizer_pb2.EncodeRequest)
+        encoded = await self._lanes.encode(prompt)
+        return json_response({"input_tokens": len(encoded.token_ids)})
