@@ -21,7 +21,7 @@ from engine_svc.compute.model.config import ModelConfig
 from engine_svc.compute.model.decoder import Decoder
 from engine_svc.compute.model.rotary import cos_sin_table
 from engine_svc.compute.model.weights import load_weights, open_source
-from engine_svc.compute.prompt_scoring import score_prompts
+from engine_svc.compute.prompt_scoring import MAX_ROWS_AT_ONCE, score_prompts
 from engine_svc.compute.sampler import SampledBatch, Sampler
 from engine_svc.compute.step_tensors import PersistentBatch, StepInputs
 from engine_svc.planning.step import (
@@ -38,8 +38,8 @@ from kernels import select_kernels
 from protos.wire.errors import StartupError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Of the memory left after the weights, what the KV cache takes when not told: several engines,
-# and the rest of the line, may share a machine.
+# Of the memory left beside the model, what the KV caches of a machine's engines take when not told:
+# the rest of the line, and other programs, need some too.
 _KV_SHARE = 0.3
 
 
@@ -53,6 +53,7 @@ class ExecutorConfig:
     block_size: int = 16
     kv_memory_bytes: int = 0  # a share of the free memory
     num_threads: int = 0  # torch's own choice: OMP_NUM_THREADS, else one per core
+    num_local_engines: int = 1  # with which the free memory and the cores are shared
     dtype: str = "float32"  # or bfloat16
 
 
@@ -75,8 +76,8 @@ class Executor:
         `report` gets a line now and then. StartupError says in one line what is wrong with the
         model or why there is not enough memory for it.
         """
-        if config.num_threads:
-            torch.set_num_threads(config.num_threads)
+        own_threads = max(1, torch.get_num_threads() // config.num_local_engines)
+        torch.set_num_threads(config.num_threads or own_threads)
         kernels = select_kernels(torch.device("cpu"))
         dtype = _DTYPES[config.dtype]
         source = open_source(model)
@@ -208,10 +209,14 @@ def _num_blocks(
 ) -> int:
     """How many KV blocks there is room for beside the weights."""
     model_bytes = weight_bytes(model_config, dtype) + step_bytes(
-        model_config, dtype, config.max_num_batched_tokens, config.max_num_seqs
+        model_config,
+        dtype,
+        config.max_num_batched_tokens,
+        max(config.max_num_seqs, MAX_ROWS_AT_ONCE),
     )
     free = free_memory_bytes()
-    kv_bytes = config.kv_memory_bytes or int(max(0, free - model_bytes) * _KV_SHARE)
+    share = _KV_SHARE / config.num_local_engines
+    kv_bytes = config.kv_memory_bytes or int(max(0, free - model_bytes) * share)
     needed = model_bytes + max(kv_bytes, layout.block_bytes)
     if needed > free:
         raise StartupError(

@@ -9,7 +9,7 @@ from engine_svc.planning.step import PromptLogprobs, TokenLogprobs
 
 # Logits and what ranks them take 4 to 30 bytes for each of a vocabulary's tokens, so a long prompt
 # must not have all of its own at once; with so many rows a product is as fast per row as it gets.
-_ROWS_AT_ONCE = 64
+MAX_ROWS_AT_ONCE = 64
 
 
 def score_prompts(
@@ -17,8 +17,8 @@ def score_prompts(
 ) -> tuple[PromptLogprobs, ...]:
     """hidden [K, hidden] of the step's kept tokens -> one entry per row of `targets`."""
     logprobs: list[TokenLogprobs] = []
-    for begin in range(0, len(targets.num_top), _ROWS_AT_ONCE):
-        part = slice(begin, begin + _ROWS_AT_ONCE)
+    for begin in range(0, len(targets.num_top), MAX_ROWS_AT_ONCE):
+        part = slice(begin, begin + MAX_ROWS_AT_ONCE)
         logits = decoder.logits(hidden[targets.kept_places[part]])
         logprobs += sampler.score(logits, targets.token_ids[part], targets.num_top[part])
     of_rows = iter(logprobs)
