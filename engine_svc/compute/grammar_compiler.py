@@ -11,8 +11,13 @@ from typing import Final, Self
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from engine_svc.compute.deep_threads import deep_thread_pool
-from engine_svc.compute.grammar_definition import definition_of, refusal, too_complex
-from engine_svc.planning.step import Grammar, GrammarForm
+from engine_svc.compute.grammar_definition import (
+    definition_of,
+    refusal,
+    too_complex,
+    writes_json,
+)
+from engine_svc.planning.step import Grammar
 from protos.wire.errors import InvalidRequest, StartupError
 
 _NUM_THREADS: Final = 2
@@ -52,12 +57,8 @@ class GrammarCompiler:
         self.eos_token_ids = tuple(tokenizer.eos_tokens)
         self.num_mask_words = -(-tokenizer.vocab_size // 32)
         # The tokens that fit inside a JSON string are put together once, for all masks.
-        self._tokenizers = {
-            form: tokenizer.with_slices(LLTokenizer.json_slices())
-            if form is GrammarForm.JSON_SCHEMA
-            else tokenizer
-            for form in GrammarForm
-        }
+        self._json_tokenizer = tokenizer.with_slices(LLTokenizer.json_slices())
+        self._tokenizer = tokenizer
         self._limits = LLParserLimits(**_LIMITS)
         self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
@@ -118,9 +119,8 @@ class GrammarCompiler:
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         definition = definition_of(grammar)
-        matcher = LLMatcher(
-            self._tokenizers[grammar.form], definition, log_level=0, limits=self._limits
-        )
+        tokenizer = self._json_tokenizer if writes_json(grammar) else self._tokenizer
+        matcher = LLMatcher(tokenizer, definition, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise refusal(grammar, matcher.get_error())
         first = matcher.deep_copy()

@@ -1,5 +1,7 @@
 """From a request's grammar to a definition for llguidance, and its refusals in a user's words."""
 
+import contextlib
+import json
 import re
 from collections.abc import Mapping
 from typing import Final
@@ -12,12 +14,10 @@ from protos.wire.errors import InvalidRequest
 
 # The library recurses along rules that name one another: these, with the stack of the compiler's
 # threads, keep the longest chain that fits in a text from overflowing it.
-_MAX_TEXT_BYTES: Final = {
-    GrammarForm.JSON_SCHEMA: 128 << 10,
-    GrammarForm.REGEX: 16 << 10,
-    GrammarForm.GRAMMAR: 16 << 10,
-}
+_MAX_SCHEMA_BYTES: Final = 128 << 10
+_MAX_RULE_BYTES: Final = 16 << 10
 _MAX_SCHEMA_DEPTH: Final = 64
+_LARK_SCHEMA: Final = re.compile(r"%json\s*(?=\{)")
 _GBNF_RULE: Final = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _JSON_STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
 # Between two tokens of JSON: nothing, a blank, or a new line and its indentation. Any run of blanks
@@ -48,16 +48,25 @@ _SCHEMA_PROBLEMS: Final[Mapping[str, str]] = {
 def definition_of(grammar: Grammar) -> str:
     """The definition to make matchers from. Raises InvalidRequest for what is plainly wrong."""
     text, form = grammar.text, grammar.form
-    limit = _MAX_TEXT_BYTES[form]
-    if len(text.encode()) > limit:
-        raise _refused(form, f"it is longer than {limit} bytes")
     match form:
         case GrammarForm.JSON_SCHEMA:
+            _check_schema(form, text)
             return _schema_definition(text)
         case GrammarForm.REGEX:
+            _check_size(form, text, _MAX_RULE_BYTES)
             return LLMatcher.grammar_from_regex(text)
         case GrammarForm.GRAMMAR:
+            schemas, rules = _split_schemas(text)
+            _check_size(form, rules, _MAX_RULE_BYTES)
+            _check_schema(form, schemas)
             return LLMatcher.grammar_from_lark(_lark(text))
+
+
+def writes_json(grammar: Grammar) -> bool:
+    """Whether JSON schemas say what most of the text is."""
+    return grammar.form is GrammarForm.JSON_SCHEMA or (
+        grammar.form is GrammarForm.GRAMMAR and bool(_LARK_SCHEMA.search(grammar.text))
+    )
 
 
 def refusal(grammar: Grammar, library_message: str) -> InvalidRequest:
@@ -79,12 +88,33 @@ def too_complex(grammar: Grammar) -> InvalidRequest:
     return _refused(grammar.form, "it is too complex", code="grammar_too_complex")
 
 
-def _schema_definition(text: str) -> str:
+def _check_size(form: GrammarForm, text: str, limit: int) -> None:
+    if len(text.encode()) > limit:
+        raise _refused(form, f"it is longer than {limit} bytes")
+
+
+def _check_schema(form: GrammarForm, text: str) -> None:
+    _check_size(form, text, _MAX_SCHEMA_BYTES)
     depth = _depth(text)
     if depth > _MAX_SCHEMA_DEPTH:
-        raise _refused(
-            GrammarForm.JSON_SCHEMA, f"it is {depth} levels deep, of at most {_MAX_SCHEMA_DEPTH}"
-        )
+        raise _refused(form, f"it is {depth} levels deep, of at most {_MAX_SCHEMA_DEPTH}")
+
+
+def _split_schemas(lark: str) -> tuple[str, str]:
+    """The JSON schemas that stand in a Lark text, one after the other, and what is left of it."""
+    schemas, rules, position = [], [], 0
+    while found := _LARK_SCHEMA.search(lark, position):
+        rules.append(lark[position : found.end()])
+        position = found.end()
+        # What is no JSON, or too deep for Python's reader, counts as rules.
+        with contextlib.suppress(ValueError, RecursionError):
+            _, end = json.JSONDecoder().raw_decode(lark, position)
+            schemas.append(lark[position:end])
+            position = end
+    return "".join(schemas), "".join([*rules, lark[position:]])
+
+
+def _schema_definition(text: str) -> str:
     options = {
         "whitespace_pattern": _JSON_WHITESPACE,
         # A keyword that cannot be enforced is refused, never ignored.

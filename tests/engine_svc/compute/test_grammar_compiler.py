@@ -187,6 +187,24 @@ def test_lark_and_gbnf_say_the_same(compiler) -> None:
         assert not accepts(compiler, grammar, "no")
 
 
+def with_schemas(count: int, document: dict[str, Any]) -> Grammar:
+    """A Lark text in which JSON schemas stand, as for calls of tools."""
+    rules = " | ".join(f"s{index}" for index in range(count))
+    lines = [f's{index}: "{index} " %json {json.dumps(document)}' for index in range(count)]
+    return lark("\n".join([f"start: {rules}", *lines]))
+
+
+def test_schemas_may_stand_in_lark_and_be_longer_than_rules(compiler) -> None:
+    large = with_schemas(8, {**OBJECT, "description": "{%json " + "x" * 9000})
+    assert len(large.text) > 64 << 10
+    assert accepts(compiler, large, '7 {"a": 1}')
+    assert not accepts(compiler, large, '7 {"b": 1}')
+    error = refusal_of(compiler, with_schemas(2, {"description": "x" * (80 << 10)}))
+    assert "longer than 131072 bytes" in str(error)
+    deep = refusal_of(compiler, with_schemas(1, json.loads(nested(70))))
+    assert "71 levels deep" in str(deep)
+
+
 def test_outputs_so_far_are_replayed(compiler) -> None:
     grammar = regex("ab+c")
     assert compiler.check(grammar, ids_of("abc")).result(30) is True
