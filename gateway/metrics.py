@@ -17,6 +17,8 @@ _TOKEN_SECONDS: Final = (
 _STAGE_SECONDS: Final = (
     0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
 )  # fmt: skip
+# Asked several times a second while a line starts, and every few seconds by who watches it.
+_PROBES: Final = frozenset({"/healthz", "/readyz"})
 
 
 class Metrics:
@@ -26,7 +28,7 @@ class Metrics:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
-        self.responses: Counter[tuple[str, int]] = Counter()
+        self._responses: Counter[tuple[str, int]] = Counter()
         self._finishes: Counter[tuple[str, str]] = Counter()
         self.inter_token_latency = Histogram(
             "tokenline_inter_token_latency_seconds", "Time between tokens.", _TOKEN_SECONDS
@@ -60,6 +62,11 @@ class Metrics:
         self._live_records = live_records
         self._engine_loads = engine_loads
         self._ledger = ledger
+
+    def note_response(self, endpoint: str, status: int) -> None:
+        """Counts an HTTP response, but for those to who only asks whether the line is ready."""
+        if endpoint not in _PROBES:
+            self._responses[endpoint, status] += 1
 
     def note_finish(self, record: RequestRecord) -> None:
         """Counts a finished request and how long it was in each stage."""
@@ -123,7 +130,7 @@ class Metrics:
         responses = CounterMetricFamily(
             "tokenline_responses", "HTTP responses.", labels=("endpoint", "status")
         )
-        for (endpoint, status), count in self.responses.items():
+        for (endpoint, status), count in self._responses.items():
             responses.add_metric((endpoint, str(status)), count)
         yield responses
         finishes = CounterMetricFamily(

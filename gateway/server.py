@@ -62,7 +62,7 @@ async def drain(gateway: Gateway, drain_seconds: float) -> None:
     """Takes no more requests, gives those in progress their time, then cancels them."""
     admission = gateway.admission
     admission.draining = True
-    logger.info("draining %d requests", len(admission.records()))
+    logger.info("draining; requests in progress: %d", len(admission.records()))
     for seconds in (drain_seconds, _CANCEL_GRACE_SECONDS):
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(admission.until_empty(), seconds)

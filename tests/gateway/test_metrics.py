@@ -32,6 +32,8 @@ async def test_a_request_is_counted_in_every_place(line: GatewayLine) -> None:
     await line.complete(stream=True)
     await line.chat(temperature=9)
     await line.client.get("/nowhere")
+    for probe in ("/healthz", "/readyz"):
+        await line.client.get(probe)
     found = await scrape(line)
 
     def value(name: str, **labels: str) -> float:
@@ -46,6 +48,11 @@ async def test_a_request_is_counted_in_every_place(line: GatewayLine) -> None:
     assert value("responses_total", endpoint=chat, status="200") == 1
     assert value("responses_total", endpoint=chat, status="400") == 1
     assert value("responses_total", endpoint="other", status="404") == 1
+    # Who only asks whether the line is ready is not counted.
+    endpoints = {
+        dict(labels)["endpoint"] for name, labels in found if name == "tokenline_responses_total"
+    }
+    assert endpoints == {chat, text, "other"}
     for stage in ("preprocessing", "waiting", "prefilling", "decoding"):
         assert value("live_requests", stage=stage) == 0
     for name in (
