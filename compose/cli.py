@@ -20,7 +20,6 @@ from compose.errors import CommandError
 from compose.gateway_client import GatewayClient
 from compose.line import LineOptions
 from compose.local import run_line
-from compose.machine_share import engine_share
 from compose.model_store import DEFAULT_MODEL, ModelStore
 from compose.own_command import own_command
 from compose.ports import free_ports
@@ -135,10 +134,7 @@ def up(
         "--num-threads": num_threads,
         "--dtype": dtype,
     }
-    engine_settings = {
-        **engine_share(engines),
-        **{flag: value for flag, value in given.items() if value is not None},
-    }
+    engine_settings = {flag: value for flag, value in given.items() if value is not None}
     if port + gateways > 65536:
         raise CommandError(
             f"{gateways} gateways do not fit above port {port}: choose a lower --port"

@@ -68,11 +68,13 @@ def build_line(options: LineOptions, internal_ports: Sequence[int]) -> Line:
         for i in range(options.num_tokenizers)
     ]
     tokenizer = ("--tokenizer", _addresses(tokenizers))
+    # Each engine takes its part of the machine.
+    shared = ("--num-local-engines", str(options.num_engines)) if options.num_engines > 1 else ()
     engines = [
         _internal(
             _numbered("engine_svc", i, options.num_engines),
             next(ports),
-            (*model, *tokenizer, *options.engine_arguments),
+            (*model, *tokenizer, *shared, *options.engine_arguments),
         )
         for i in range(options.num_engines)
     ]

@@ -15,7 +15,7 @@ from rich.console import Console
 from compose.errors import CommandError
 from compose.line import Line, LineOptions, build_line
 from compose.line_log import LineLog
-from compose.machine_share import require_memory
+from compose.memory_check import require_memory
 from compose.ports import free_ports, require_free
 from compose.readiness import Readiness, wait_until_ready
 from compose.settings_check import require_good_settings

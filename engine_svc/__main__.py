@@ -63,6 +63,7 @@ def load_executor(settings: Settings) -> Executor:
         block_size=settings.block_size,
         kv_memory_bytes=settings.kv_memory,
         num_threads=settings.num_threads,
+        num_local_engines=settings.num_local_engines,
         dtype=settings.dtype,
     )
     return Executor.load(settings.model, config, report=logger.info)

@@ -31,14 +31,22 @@ class Settings:
         0, "The most tokens of one sequence, prompt and output; 0 for the model's own.", minimum=0
     )
     kv_memory: int = setting(
-        0, "Memory for the KV cache, such as 2GiB; 0 for a share of what is free.", parse=parse_size
+        0,
+        "Memory for the KV cache, such as 2GiB; 0 for 30 % of what is free beside the model, "
+        "shared among local engines.",
+        parse=parse_size,
     )
     block_size: int = setting(16, "Tokens per KV block.", minimum=1, maximum=256)
     prefix_cache: bool = setting(True, "Reuse the KV of prompts that begin alike.")
     max_waiting: int = setting(
         1024, "Sequences that may wait; more are refused as overload.", minimum=1
     )
-    num_threads: int = setting(0, "CPU threads that compute; 0 for one per core.", minimum=0)
+    num_threads: int = setting(
+        0, "CPU threads that compute; 0 for one per core, shared among local engines.", minimum=0
+    )
+    num_local_engines: int = setting(
+        1, "Engines on this machine, which share its cores and free memory.", minimum=1
+    )
     dtype: str = setting(
         "float32", "The type that weights and KV are held in.", choices=("float32", "bfloat16")
     )

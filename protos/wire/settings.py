@@ -217,7 +217,7 @@ def _help_text(service: str, prefix: str, fields: Mapping[str, Any]) -> str:
 
 
 def _default_text(field: "dataclasses.Field[Any]") -> str:
-    default = field.default
+    default: Any = field.default
     if default is REQUIRED:
         return "required"
     if default in (None, "", ()):

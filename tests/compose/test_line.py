@@ -61,6 +61,12 @@ def test_the_model_and_engine_options_reach_the_engine() -> None:
     assert "--max-num-seqs" not in tokenizer
 
 
+def test_engines_are_told_how_many_share_the_machine() -> None:
+    assert "--num-local-engines" not in flags(by_name(build(options()))["engine_svc"])
+    specs = by_name(build(options(num_engines=2)))
+    assert flags(specs["engine_svc-2"])["--num-local-engines"] == "2"
+
+
 def test_a_given_redis_takes_the_place_of_the_embedded_one() -> None:
     line = build(options(redis_url="redis://elsewhere:6379/2"))
     assert "redis" not in by_name(line)

@@ -56,6 +56,31 @@ def test_without_a_size_the_kv_cache_takes_no_more_than_the_batch_can_use(model_
     assert executor.num_blocks == 3 * 7
 
 
+def test_engines_of_one_machine_share_what_is_free(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor_module, "free_memory_bytes", lambda: 1 << 28)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        sizes = []
+        for num_engines in (1, 2):
+            executor = load_tiny_executor(
+                model_path,
+                kv_memory_bytes=0,
+                num_threads=0,
+                max_num_seqs=1024,
+                num_local_engines=num_engines,
+            )
+            sizes.append((executor.num_blocks, torch.get_num_threads()))
+            torch.set_num_threads(4)
+    finally:
+        torch.set_num_threads(threads)
+    (alone, all_threads), (shared, half_the_threads) = sizes
+    assert shared == alone // 2
+    assert (all_threads, half_the_threads) == (4, 2)
+
+
 def test_loading_reports_its_progress(model_path: Path) -> None:
     lines: list[str] = []
     Executor.load(model_path, ExecutorConfig(2, 16, kv_memory_bytes=1 << 20), lines.append)
