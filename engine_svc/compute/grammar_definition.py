@@ -74,6 +74,8 @@ def refusal(grammar: Grammar, library_message: str) -> InvalidRequest:
     form = grammar.form
     if library_message.startswith("panic"):
         return _refused(form, "it is too large once its alternatives are multiplied out")
+    if "increase limits" in library_message:
+        return too_complex(grammar)
     is_schema = form is GrammarForm.JSON_SCHEMA or _SCHEMA_IN_LARK in library_message
     if not is_schema:
         return _refused(form, library_message.strip().partition("\n   1 |")[0])

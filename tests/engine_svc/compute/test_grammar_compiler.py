@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from engine_svc.compute.grammar_compiler import GrammarCompiler
+from engine_svc.compute.grammar_definition import refusal
 from engine_svc.planning.step import Grammar, GrammarForm
 from protos.wire.errors import InvalidRequest, StartupError
 from tests.fakes.grammars import byte_level_compiler, ids_of, lark, regex, schema
@@ -152,6 +153,14 @@ def test_a_schema_inside_a_grammar_is_refused_in_the_same_words(compiler) -> Non
     assert str(error) == (
         'The grammar cannot be enforced: the keyword "contains" is not supported.'
     )
+
+
+def test_a_grammar_over_the_library_s_limits_is_too_complex() -> None:
+    """What passes them hangs on the vocabulary: 900 nullable terminals do at 49,152 tokens."""
+    said = "lexer precomputation failed; either increase limits.initial_lexer_fuel or disable …"
+    error = refusal(lark('start: "a"'), said)
+    assert error.code == "grammar_too_complex"
+    assert str(error) == "The grammar cannot be enforced: it is too complex."
 
 
 def test_braces_in_strings_are_no_depth(compiler) -> None:
