@@ -130,7 +130,7 @@ def _record(
 def _submit(
     job: Job, record: common_pb2.GenerationRecord, index: int, engine_address: str
 ) -> detok_pb2.Submit:
-    """Choice `index`, complete: any engine can run it from here (DESIGN rule 6)."""
+    """Choice `index`, complete: its record is all that an engine needs."""
     submit = detok_pb2.Submit(
         request_id=job.request_id,
         traceparent=job.traceparent,

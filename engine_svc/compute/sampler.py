@@ -1,5 +1,7 @@
-"""From logits to tokens: DESIGN's sampling order over a whole batch, one stage after the other.
+"""From logits to tokens: the stages of sampling over a whole batch, one after the other.
 
+Masks, biases and bans; penalties; the likeliest token, for greedy rows; temperature; min_p; top_k;
+top_p; noise. Log-probabilities are taken before all of these.
 A stage runs over the rows that ask for it, and what it does to a row depends on that row alone.
 """
 

@@ -1,4 +1,4 @@
-"""DESIGN's sampling order for one token in plain Python: the exact distribution, step by step.
+"""The stages of sampling one token in plain Python: the exact distribution, step by step.
 
 Shares no code with the engine, and computes in float64. `slack` moves every threshold a little, so
 that a test can tell whether rounding could decide what is kept.

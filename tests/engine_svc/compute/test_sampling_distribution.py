@@ -1,4 +1,4 @@
-"""The sampler draws from the exact distribution that DESIGN's order gives, option by option.
+"""The sampler draws from the exact distribution that the order of its stages gives.
 
 What is expected comes from a plain-Python account of the order (tests/fakes/sampling_reference.py).
 """
