@@ -73,6 +73,8 @@ def ask_once(conversation: Conversation, question: str) -> int:
     """Answers one question; returns the exit code of the command."""
     answer = conversation.ask(question)
     if not sys.stdout.isatty():
+        # Where both go to one place, the summary comes last.
+        sys.stdout.flush()
         sys.stderr.write(f"{answer.summary}\n")
     return 130 if answer.finish_reason == "cancelled" else 0
 
