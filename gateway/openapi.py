@@ -8,7 +8,7 @@ import msgspec
 
 from gateway.chat_messages import Message
 from gateway.response_format import ResponseFormat, StructuredOutputs
-from gateway.routes import JSON, Operation
+from gateway.routes import EVENT_STREAM, JSON, Operation
 from gateway.tools import Tool
 
 _REFERENCE: Final = "#/components/schemas/{name}"
@@ -18,6 +18,12 @@ _FIELDS_CHECKED_LATER: Final[Mapping[str, Any]] = {
     "tools": list[Tool] | None,
     "response_format": ResponseFormat | None,
     "structured_outputs": StructuredOutputs | None,
+}
+_EVENT: Final[dict[str, Any]] = {
+    "description": "One server-sent event of the stream; `data` is JSON, or `[DONE]` at the end.",
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
 }
 _NAMES_OF_STATUSES: Final = {499: "Client closed request"}
 
@@ -81,11 +87,7 @@ def _responses(
     for status, kind in operation.answers.items():
         media_types = operation.media_types if status == HTTPStatus.OK else (JSON,)
         content = {
-            media_type: {
-                "schema": by_kind[kind]
-                if media_type == JSON and kind is not None
-                else {"type": "string"}
-            }
+            media_type: {"schema": _answer_schema(media_type, by_kind.get(kind))}
             for media_type in media_types
         }
         yield str(status), {"description": _phrase(status), "content": content}
@@ -93,6 +95,12 @@ def _responses(
     for status in operation.errors:
         if status not in operation.answers:
             yield str(status), {"description": _phrase(status), "content": {JSON: errors}}
+
+
+def _answer_schema(media_type: str, of_json: dict[str, Any] | None) -> dict[str, Any]:
+    if media_type == JSON and of_json is not None:
+        return of_json
+    return _EVENT if media_type == EVENT_STREAM else {"type": "string"}
 
 
 def _path_parameters(template: str) -> Iterable[dict[str, Any]]:
