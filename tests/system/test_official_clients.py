@@ -220,7 +220,7 @@ def test_a_response_of_a_pydantic_model(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_response_calls_a_tool_and_goes_on(client: openai.OpenAI, streams: bool) -> None:
     tool: Any = {"type": "function", "name": "get_weather", "parameters": SCHEMA, "strict": True}
-    fields: Any = {"model": MODEL, "tools": [tool], "max_output_tokens": 40, "temperature": 0}
+    fields: Any = {"model": MODEL, "tools": [tool], "temperature": 0}
 
     def ask(**more: Any) -> Any:
         if not streams:
@@ -230,11 +230,12 @@ def test_a_response_calls_a_tool_and_goes_on(client: openai.OpenAI, streams: boo
         return valid(last).response
 
     named = {"type": "function", "name": "get_weather"}
-    asked = ask(input="The weather in Paris?", tool_choice=named)
+    asked = ask(input="The weather in Paris?", tool_choice=named, max_output_tokens=40)
     (call,) = asked.output
     assert call.type == "function_call" and json.loads(call.arguments).keys() == {"city"}
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
-    answered = ask(input=[result], previous_response_id=asked.id, tool_choice="none")
+    more: Any = {"previous_response_id": asked.id, "tool_choice": "none", "max_output_tokens": 8}
+    answered = ask(input=[result], **more)
     assert answered.output_text
 
 
@@ -270,23 +271,24 @@ def test_a_streamed_message_is_the_whole_one(messages_client: anthropic.Anthropi
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_tool_loop_of_messages(messages_client: anthropic.Anthropic, streams: bool) -> None:
     tool = {"name": "get_weather", "description": "The weather now.", "input_schema": SCHEMA}
-    fields: Any = {"model": MODEL, "max_tokens": 40, "tools": [tool]}
 
-    def ask(messages: list[Any], tool_choice: Any) -> Any:
-        more: Any = {**fields, "messages": messages, "tool_choice": tool_choice}
+    def ask(messages: list[Any], **more: Any) -> Any:
+        fields: Any = {"model": MODEL, "tools": [tool], "messages": messages, **more}
         if not streams:
-            return valid(messages_client.messages.create(**more))
-        with messages_client.messages.stream(**more) as stream:
+            return valid(messages_client.messages.create(**fields))
+        with messages_client.messages.stream(**fields) as stream:
             return valid(stream.get_final_message())
 
-    asked = ask([QUESTION], {"type": "tool", "name": "get_weather"})
+    named = {"type": "tool", "name": "get_weather"}
+    asked = ask([QUESTION], tool_choice=named, max_tokens=40)
     assert asked.stop_reason == "tool_use"
     call = asked.content[-1]
     assert call.type == "tool_use" and call.name == "get_weather"
     assert call.input.keys() == {"city"}
     answer = {"role": "assistant", "content": [block.to_dict() for block in asked.content]}
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
-    answered = ask([QUESTION, answer, {"role": "user", "content": [result]}], {"type": "none"})
+    turns = [QUESTION, answer, {"role": "user", "content": [result]}]
+    answered = ask(turns, tool_choice={"type": "none"}, max_tokens=8)
     assert answered.content[0].text
 
 

@@ -38,24 +38,25 @@ async function collect(stream) {
   return items;
 }
 
-// Asks for a call, then answers it; `ask` gives the completion for messages and a tool_choice.
+// Asks for a call, then answers it; `ask` gives the completion for the fields of a request.
 async function toolLoop(ask) {
   const named = { type: "function", function: { name: "weather" } };
-  const asked = (await ask(messages, named)).choices[0];
+  const asked = (await ask(toolFields(messages, named, 40))).choices[0];
   assert.equal(asked.finish_reason, "tool_calls");
   assert.equal(asked.message.tool_calls.length, 1);
   const [call] = asked.message.tool_calls;
   assert.equal(call.function.name, "weather");
   assert.deepEqual(Object.keys(JSON.parse(call.function.arguments)), ["city"]);
   const result = { role: "tool", tool_call_id: call.id, content: "18 degrees, sunny" };
-  const answered = (await ask([...messages, asked.message, result], "none")).choices[0];
+  const turns = [...messages, asked.message, result];
+  const answered = (await ask(toolFields(turns, "none", 8))).choices[0];
   assert.ok(answered.message.content);
   assert.ok(!answered.message.tool_calls?.length);
 }
 
-function toolFields(messages, tool_choice) {
+function toolFields(messages, tool_choice, max_tokens) {
   const tools = [{ type: "function", function: { name: "weather", parameters: city } }];
-  return { model, messages, tools, tool_choice, temperature: 0, max_tokens: 40 };
+  return { model, messages, tools, tool_choice, temperature: 0, max_tokens };
 }
 
 const checks = {
@@ -104,13 +105,13 @@ const checks = {
   },
 
   async tool_loop() {
-    await toolLoop((...asked) => client.chat.completions.create(toolFields(...asked)));
+    await toolLoop((fields) => client.chat.completions.create(fields));
   },
 
   async tool_loop_streamed() {
     // The client's own reducer joins the deltas.
-    await toolLoop((...asked) =>
-      client.chat.completions.stream(toolFields(...asked)).finalChatCompletion(),
+    await toolLoop((fields) =>
+      client.chat.completions.stream(fields).finalChatCompletion(),
     );
   },
 
@@ -176,15 +177,18 @@ const checks = {
 
   async response_tool_loop() {
     const tools = [{ type: "function", name: "weather", parameters: city, strict: true }];
-    const fields = { model, tools, temperature: 0, max_output_tokens: 40 };
+    const fields = { model, tools, temperature: 0 };
     const tool_choice = { type: "function", name: "weather" };
-    const asked = await client.responses.create({ ...fields, input: question, tool_choice });
+    const asked = await client.responses.create({
+      ...fields, input: question, tool_choice, max_output_tokens: 40,
+    });
     const [call] = asked.output;
     assert.equal(call.type, "function_call");
     assert.deepEqual(Object.keys(JSON.parse(call.arguments)), ["city"]);
     const result = { type: "function_call_output", call_id: call.call_id, output: "sunny" };
     const events = await collect(client.responses.create({
-      ...fields, input: [result], previous_response_id: asked.id, tool_choice: "none", stream: true,
+      ...fields, input: [result], previous_response_id: asked.id, tool_choice: "none",
+      max_output_tokens: 8, stream: true,
     }));
     assert.ok(events.at(-1).response.output[0].content[0].text);
   },
