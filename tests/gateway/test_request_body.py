@@ -56,6 +56,44 @@ def test_exactly_what_is_nested_too_deep_is_refused(value: Any, limit: int) -> N
             assert decode_body(body, ANYTHING) == value
 
 
+def structure_of(body: bytes) -> bytes:
+    """The brackets outside strings, found byte by byte."""
+    brackets, in_string, is_escaped = bytearray(), False, False
+    for byte in body:
+        if is_escaped and byte in b'"\\':
+            is_escaped = False
+            continue
+        is_escaped = False
+        if byte == ord("\\"):
+            is_escaped = True
+        elif byte == ord('"'):
+            in_string = not in_string
+        elif byte in b"[]{}" and not in_string:
+            brackets.append(byte)
+    return bytes(brackets)
+
+
+@given(st.lists(st.sampled_from([bytes([byte]) for byte in b'"\\[]{}a,'])).map(b"".join))
+def test_brackets_are_found_in_any_bytes(body: bytes) -> None:
+    assert request_body._brackets_outside_strings(body) == structure_of(body)
+
+
+@pytest.mark.parametrize("endless", [b'\\"', b"\\\\", b'"', b'\\"[', b"\\"])
+def test_a_string_without_an_end_is_passed_over_once(endless: bytes) -> None:
+    body = b'{"z":' + b"[" * 51 + b"]" * 51 + b',"y":' + b"[" * 60 + b"]" * 60 + b',"w":"'
+    with pytest.raises(InvalidRequest) as caught:
+        decode_body(body + endless * ((1 << 20) // len(endless)), ANYTHING)
+    assert caught.value.code == "invalid_json"
+
+
+@pytest.mark.parametrize("container", [b"[],", b"{},"])
+def test_a_body_of_too_many_objects_and_lists_is_refused(container: bytes) -> None:
+    most = request_body.MAX_CONTAINERS - 1
+    assert decode_body(b"[" + (container * most)[:-1] + b"]", ANYTHING)
+    with pytest.raises(InvalidRequest, match="more than 131072 objects and lists"):
+        decode_body(b"[" + (container * (most + 1))[:-1] + b"]", ANYTHING)
+
+
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
