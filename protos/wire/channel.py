@@ -23,6 +23,8 @@ def open_channel(address: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> gr
             *message_limits(max_message_bytes),
             ("grpc.keepalive_time_ms", 10_000),
             ("grpc.keepalive_timeout_ms", 5_000),
+            # What a ping of a connection is given, whoever sent it: 60 s by default.
+            ("grpc.http2.ping_timeout_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.initial_reconnect_backoff_ms", 100),

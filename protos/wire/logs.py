@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,8 @@ _CONTEXT: contextvars.ContextVar[_RequestContext | None] = contextvars.ContextVa
 )
 # https://www.w3.org/TR/trace-context/#traceparent-header
 _TRACEPARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-([0-9a-f]{2})")
+_MAX_SHOWN_ID: Final = 128
+_NOT_SHOWN = re.compile(r"[^\x21-\x7e]")
 
 
 class _Formatter(logging.Formatter):
@@ -43,7 +46,9 @@ def configure_logging(service: str, level: str = "info") -> None:
 def request_context(request_id: str, traceparent: str) -> Iterator[None]:
     """Log records made inside carry `request_id` and the trace id of `traceparent`."""
     match = _TRACEPARENT.fullmatch(traceparent)
-    token = _CONTEXT.set(_RequestContext(request_id, match[1] if match else ""))
+    # An id comes from outside: it must not begin a line of its own, or fill the log.
+    shown = _NOT_SHOWN.sub("?", request_id[:_MAX_SHOWN_ID])
+    token = _CONTEXT.set(_RequestContext(shown, match[1] if match else ""))
     try:
         yield
     finally:

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 # Outputs beyond this go into a further message; far below the channel's limit.
 _MESSAGE_BYTES: Final = 8 << 20
+# How long the last write of a stream may take once the stream is over.
+_LAST_WRITE_SECONDS: Final = 1.0
 
 
 class Outbox(Generic[SubmitT, OutputT]):
@@ -76,13 +78,16 @@ class Outbox(Generic[SubmitT, OutputT]):
         return True
 
     def close(self) -> None:
+        """Drops what is not written; `write_to` returns after the write it is in."""
         self._closed = True
         self._live.clear()
         self._pending.clear()
+        self._touched = False
+        self._wakeup.set()
 
     async def write_to(self, context: Any) -> None:
-        """Writes responses for ever; runs beside the reading of commands."""
-        while True:
+        """Writes responses until `close`; runs beside the reading of commands."""
+        while not self._closed:
             await self._wakeup.wait()
             self._wakeup.clear()
             while self._pending or self._touched:
@@ -125,27 +130,40 @@ async def serve_stream(
     """The body of a servicer's Generate. However the call ends, its live sequences are aborted."""
     outbox: Outbox[SubmitT, OutputT] = Outbox(adapter)
     writer = asyncio.create_task(outbox.write_to(context))
+    fault = ""
     try:
-        async for request in request_iterator:
-            command = request.WhichOneof("command")
-            if command == "abort":
-                handler.abort(request.abort.sequence_id, outbox)
-            elif command == "submit":
-                if not outbox.begin(request.submit.sequence_id):
-                    await context.abort(
-                        grpc.StatusCode.INVALID_ARGUMENT,
-                        f"sequence_id {request.submit.sequence_id} is already live",
-                    )
-                _submit(request.submit, handler, outbox)
-            else:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "command is missing")
+        fault = await _take_commands(request_iterator, handler, outbox)
     finally:
         live = outbox.live
         outbox.close()
-        writer.cancel()
         for sequence_id in live:
             handler.abort(sequence_id, outbox)
+        # A status must not be sent into the middle of a write; one that its reader holds up is
+        # given up.
+        await asyncio.wait((writer,), timeout=_LAST_WRITE_SECONDS)
+        writer.cancel()
         await asyncio.gather(writer, return_exceptions=True)
+    if fault:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, fault)
+
+
+async def _take_commands(
+    request_iterator: AsyncIterator[Any],
+    handler: StreamHandler[SubmitT, OutputT],
+    outbox: Outbox[SubmitT, OutputT],
+) -> str:
+    """Hands commands to the handler until the caller is done; says what broke the protocol."""
+    async for request in request_iterator:
+        command = request.WhichOneof("command")
+        if command == "abort":
+            handler.abort(request.abort.sequence_id, outbox)
+        elif command == "submit":
+            if not outbox.begin(request.submit.sequence_id):
+                return f"sequence_id {request.submit.sequence_id} is already live"
+            _submit(request.submit, handler, outbox)
+        else:
+            return "command is missing"
+    return ""
 
 
 def _submit(

@@ -44,3 +44,18 @@ def test_a_malformed_parent_begins_a_new_trace(parent: str) -> None:
 
 def test_new_traces_differ() -> None:
     assert new_traceparent() != new_traceparent()
+
+
+def test_an_id_from_outside_cannot_forge_lines_or_fill_the_log(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    handlers = logging.getLogger().handlers[:]
+    try:
+        configure_logging("engine_svc")
+        with request_context("a\nforged\x1b[2J" + "x" * 100_000, PARENT):
+            logging.getLogger("x").info("inside")
+    finally:
+        logging.getLogger().handlers[:] = handlers
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "request_id=a?forged?[2Jxxx" in line
+    assert len(line) < 400

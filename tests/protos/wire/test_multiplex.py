@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -160,6 +161,25 @@ async def test_refusals_and_faults_end_their_sequence_only() -> None:
         assert await collect(client, 3) == ([0, 1, 2], [STOP])
     assert [output.finish.error.param for output in refused] == ["prompt"]
     assert [output.finish.error.kind for output in faulty] == [common_pb2.ERROR_KIND_INTERNAL]
+
+
+async def test_a_broken_protocol_ends_the_stream_with_its_reason_also_amid_writes() -> None:
+    servicer = Counting()
+    async with line(servicer) as (server, _), open_channel(server.address) as channel:
+        stub = engine_pb2_grpc.EngineServiceStub(channel)
+        for _ in range(30):
+            call = stub.Generate()
+            for _ in range(2):
+                command = submit(10**9)
+                command.sequence_id = 1
+                await call.write(engine_pb2.GenerateRequest(submit=command))
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                async with asyncio.timeout(10):
+                    while await call.read() is not grpc.aio.EOF:
+                        pass
+            assert ended.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert "sequence_id 1 is already live" in str(ended.value.details())
+        await until(lambda: not servicer.tasks)
 
 
 async def test_a_lost_server_ends_sequences_and_a_new_one_is_used() -> None:
