@@ -10,6 +10,8 @@ from protos.common.v1 import common_pb2
 from protos.wire.errors import InvalidRequest
 
 MAX_STOP_STRINGS: Final = 16
+# Each is looked for at every piece of text that the model writes.
+MAX_STOP_STRING_CHARACTERS: Final = 1024
 MAX_TOKEN_ID_ENTRIES: Final = 1024
 MAX_BAD_WORDS: Final = 128
 MAX_BAD_WORD_CHARACTERS: Final = 256
@@ -60,9 +62,15 @@ def check_stop_strings(stop: str | Sequence[str] | None) -> None:
             f"`stop` has {len(strings)} strings; at most {MAX_STOP_STRINGS} are allowed.", "stop"
         )
     for index, text in enumerate(strings):
+        param = "stop" if isinstance(stop, str) else f"stop[{index}]"
         if not text:
-            param = "stop" if isinstance(stop, str) else f"stop[{index}]"
             raise invalid_value("A stop string must not be empty.", param)
+        if len(text) > MAX_STOP_STRING_CHARACTERS:
+            raise invalid_value(
+                f"A stop string has at most {MAX_STOP_STRING_CHARACTERS} characters; `{param}` has "
+                f"{len(text)}.",
+                param,
+            )
 
 
 def check_bad_words(words: Sequence[str] | None) -> None:

@@ -160,7 +160,7 @@ class GenerationFields(UnsupportedFields, kw_only=True):
             ),
             logit_bias=checked_logit_bias(self.logit_bias, vocab_size),
             allowed_token_ids=checked_token_ids(
-                self.allowed_token_ids, vocab_size, "allowed_token_ids"
+                self.allowed_token_ids, vocab_size, "allowed_token_ids", vocab_size
             ),
             prompt_logprobs=self.prompt_logprobs is not None,
             top_prompt_logprobs=self.prompt_logprobs or 0,

@@ -91,7 +91,7 @@ def structure_of(fields: StructuredFields) -> Structure | None:
 def checked_schema(schema: dict[str, Any], param: str) -> str:
     """The schema as JSON text, if it is not too large or too deep."""
     text = msgspec.json.encode(schema).decode()
-    _check_size(text, param, MAX_GRAMMAR_CHARACTERS)
+    _check_size(len(text), param, MAX_GRAMMAR_CHARACTERS)
     level: list[Any] = [schema]
     depth = 0
     while level:
@@ -176,22 +176,25 @@ def _pattern_of(strings: list[str], param: str) -> str:
             f"`{param}` has {len(strings)} strings; at most {MAX_STRINGS_TO_CHOOSE} are allowed.",
             param,
         )
+    # Before any work on them: writing them as a pattern only makes them longer.
+    _check_size(sum(map(len, strings)), param, MAX_GRAMMAR_CHARACTERS)
     escaped = [_SPECIAL_IN_PATTERNS.sub(r"\\\g<0>", text) for text in dict.fromkeys(strings)]
     pattern = "|".join(escaped)
-    _check_size(pattern, param, MAX_GRAMMAR_CHARACTERS)
+    _check_size(len(pattern), param, MAX_GRAMMAR_CHARACTERS)
     return pattern if len(escaped) == 1 else f"({pattern})"
 
 
 def _check_text(text: str, param: str, max_characters: int) -> None:
+    _check_size(len(text), param, max_characters)
     if not text.strip():
         raise invalid_value(f"`{param}` must not be empty.", param)
-    _check_size(text, param, max_characters)
 
 
-def _check_size(text: str, param: str, max_characters: int) -> None:
-    if len(text) > max_characters:
+def _check_size(num_characters: int, param: str, max_characters: int) -> None:
+    if num_characters > max_characters:
         raise invalid_value(
-            f"`{param}` has {len(text)} characters; at most {max_characters} are allowed.", param
+            f"`{param}` has {num_characters} characters; at most {max_characters} are allowed.",
+            param,
         )
 
 

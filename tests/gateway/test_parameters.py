@@ -107,6 +107,7 @@ async def test_sampling_parameters_reach_the_engine(
     [
         ({"stop": ["a", "b"]}, {"stop": ["a", "b"]}),
         ({"stop": "a"}, {"stop": ["a"]}),
+        ({"stop": "a" * 1024}, {"stop": ["a" * 1024]}),
         ({"include_stop_str_in_output": True}, {"include_stop_str_in_output": True}),
         ({"skip_special_tokens": False}, {"skip_special_tokens": False}),
     ],
@@ -161,6 +162,11 @@ async def test_bad_words_are_banned_with_and_without_a_leading_blank(line: Gatew
     [
         ("stop_token_ids", {"stop_token_ids": [VOCAB_SIZE]}),
         ("stop_token_ids", {"stop_token_ids": [1] * 1025}),
+        ("allowed_token_ids", {"allowed_token_ids": [1] * (VOCAB_SIZE + 1)}),
+        ("stop", {"stop": "x" * 1025}),
+        ("stop[1]", {"stop": ["x" * 1024, "x" * 1025]}),
+        ("guided_choice", {"guided_choice": ["x" * (1 << 17), "y"]}),
+        ("guided_regex", {"guided_regex": " " * (1 << 20)}),
         ("stop_token_ids[0]", {"stop_token_ids": [-1]}),
         ("stop_token_ids", {"stop_token_ids": 5}),
         ("min_tokens", {"min_tokens": -1}),
