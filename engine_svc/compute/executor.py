@@ -14,6 +14,7 @@ from engine_svc.compute.kv_storage import KvLayout
 from engine_svc.compute.memory import (
     format_bytes,
     free_memory_bytes,
+    rotary_bytes,
     step_bytes,
     weight_bytes,
 )
@@ -214,6 +215,7 @@ def _num_blocks(
         config.max_num_batched_tokens,
         max(config.max_num_seqs, MAX_ROWS_AT_ONCE),
     )
+    model_bytes += rotary_bytes(model_config, max_model_len)
     free = free_memory_bytes()
     share = _KV_SHARE / config.num_local_engines
     kv_bytes = config.kv_memory_bytes or int(max(0, free - model_bytes) * share)

@@ -51,3 +51,8 @@ def step_bytes(config: ModelConfig, dtype: torch.dtype, max_tokens: int, max_row
     per_token += 2 * (config.query_size + config.kv_size)
     logits = 8 * max_rows * config.vocab_size * torch.float32.itemsize
     return max_tokens * per_token * dtype.itemsize + logits
+
+
+def rotary_bytes(config: ModelConfig, max_model_len: int) -> int:
+    """What the table of rotary angles takes while it is made: seven halves of it at once."""
+    return 7 * (config.head_dim // 2) * max_model_len * torch.float32.itemsize

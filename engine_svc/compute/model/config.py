@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine_svc.compute.model.config_checks import first_given, number, size, window
 from protos.wire.errors import StartupError
 
 # Architectures by their Hugging Face name. All are Llama with small changes.
@@ -33,10 +34,23 @@ class RopeConfig:
     # YaRN: round the borders of its ramp to whole dimensions.
     truncate: bool = True
 
+    def __post_init__(self) -> None:
+        for name in (
+            *("theta", "factor", "low_freq_factor", "high_freq_factor"),
+            *("beta_fast", "beta_slow", "attention_factor"),
+        ):
+            number(f"rope {name}", getattr(self, name))
+        if self.kind != "default":
+            size("original_max_position", self.original_max_position)
+        if self.theta <= 1.0:
+            raise StartupError(f"the model's rope theta is {self.theta:.6g}; it must be above 1")
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise StartupError("the model's rope high_freq_factor is not above its low_freq_factor")
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder of the Llama family."""
+    """A decoder of the Llama family. StartupError for values that no model has."""
 
     architecture: str
     vocab_size: int
@@ -58,6 +72,12 @@ class ModelConfig:
     qk_norm: bool = False
 
     def __post_init__(self) -> None:
+        for name in (
+            *("vocab_size", "hidden_size", "intermediate_size", "num_layers"),
+            *("num_heads", "num_kv_heads", "head_dim", "max_model_len"),
+        ):
+            size(name, getattr(self, name))
+        number("rms_norm_eps", self.rms_norm_eps)
         if self.num_heads % self.num_kv_heads or self.head_dim % 2:
             raise StartupError(
                 f"a model with {self.num_heads} heads over {self.num_kv_heads} KV heads of "
@@ -84,7 +104,7 @@ def read_hf_config(directory: Path) -> ModelConfig:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise StartupError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StartupError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(fields, dict):
         raise StartupError(f"{path} does not hold a JSON object")
@@ -92,7 +112,7 @@ def read_hf_config(directory: Path) -> ModelConfig:
         return _from_hf_fields(fields)
     except KeyError as error:
         raise StartupError(f"{path} lacks {error.args[0]!r}") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         raise StartupError(f"{path} holds a value of the wrong kind: {error}") from error
 
 
@@ -108,23 +128,27 @@ def _from_hf_fields(fields: Mapping[str, Any]) -> ModelConfig:
     activation = fields.get("hidden_act", "silu")
     if activation != "silu":
         raise StartupError(f"unknown hidden_act {activation!r}; known is silu")
-    num_heads = int(fields["num_attention_heads"])
-    max_position = int(fields["max_position_embeddings"])
-    head_dim = int(fields.get("head_dim") or fields["hidden_size"] // num_heads)
+    num_heads = size("num_heads", fields["num_attention_heads"])
+    hidden_size = size("hidden_size", fields["hidden_size"])
+    max_position = size("max_model_len", fields["max_position_embeddings"])
+    num_layers = size("num_layers", fields["num_hidden_layers"])
+    head_dim = first_given(fields.get("head_dim"), hidden_size // num_heads)
     attention_bias = bool(fields.get("attention_bias", False)) and architecture in (LLAMA, QWEN3)
     return ModelConfig(
         architecture=architecture,
-        vocab_size=int(fields["vocab_size"]),
-        hidden_size=int(fields["hidden_size"]),
-        intermediate_size=int(fields["intermediate_size"]),
-        num_layers=int(fields["num_hidden_layers"]),
+        vocab_size=size("vocab_size", fields["vocab_size"]),
+        hidden_size=hidden_size,
+        intermediate_size=size("intermediate_size", fields["intermediate_size"]),
+        num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=int(fields.get("num_key_value_heads") or num_heads),
-        head_dim=head_dim,
-        rms_norm_eps=float(fields["rms_norm_eps"]),
+        num_kv_heads=size(
+            "num_kv_heads", first_given(fields.get("num_key_value_heads"), num_heads)
+        ),
+        head_dim=size("head_dim", head_dim),
+        rms_norm_eps=number("rms_norm_eps", fields["rms_norm_eps"]),
         max_model_len=max_position,
         rope=_hf_rope(fields, max_position),
-        sliding_windows=_hf_sliding_windows(fields, architecture),
+        sliding_windows=_hf_sliding_windows(fields, architecture, num_layers),
         tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
         # Qwen2 has no switch for biases: always on q, k and v, never on the output.
         qkv_bias=architecture == QWEN2 or attention_bias,
@@ -150,8 +174,9 @@ def _hf_rope(fields: Mapping[str, Any], max_position: int) -> RopeConfig:
         theta=theta,
         kind=kind,
         factor=factor,
-        original_max_position=int(
-            parameters.get("original_max_position_embeddings") or max_position
+        original_max_position=size(
+            "original_max_position",
+            parameters.get("original_max_position_embeddings") or max_position,
         ),
         low_freq_factor=float(parameters.get("low_freq_factor") or 1.0),
         high_freq_factor=float(parameters.get("high_freq_factor") or 4.0),
@@ -183,16 +208,17 @@ def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _hf_sliding_windows(fields: Mapping[str, Any], architecture: str) -> tuple[int, ...]:
-    num_layers = int(fields["num_hidden_layers"])
-    window = int(fields.get("sliding_window") or 0)
+def _hf_sliding_windows(
+    fields: Mapping[str, Any], architecture: str, num_layers: int
+) -> tuple[int, ...]:
+    width = window(fields.get("sliding_window"))
     if architecture == MISTRAL:
-        return (window,) * num_layers
+        return (width,) * num_layers
     if architecture == LLAMA or not fields.get("use_sliding_window", False):
         return (0,) * num_layers
     layer_types = fields.get("layer_types")
     if layer_types is None:
         # Qwen's layers attend to everything up to this one, and slide from it on.
         first_sliding = int(fields.get("max_window_layers", 28))
-        return tuple(window if layer >= first_sliding else 0 for layer in range(num_layers))
-    return tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)
+        return tuple(width if layer >= first_sliding else 0 for layer in range(num_layers))
+    return tuple(width if kind == "sliding_attention" else 0 for kind in layer_types)

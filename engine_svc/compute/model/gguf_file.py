@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine_svc.compute.model import config as model_config
 from engine_svc.compute.model.config import ModelConfig, RopeConfig
+from engine_svc.compute.model.config_checks import first_given, number, size, window
 from protos.wire.errors import StartupError
 
 # GGUF files of Mistral models say that they are Llama.
@@ -51,16 +52,24 @@ class GgufFile:
             self._reader = gguf.GGUFReader(path)
         except OSError as error:
             raise StartupError(f"cannot read {path}: {error.strerror}") from error
-        except (ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
-            raise StartupError(f"{path} is not a readable GGUF file: {error}") from error
+        # A damaged file can end the library's parser in any way.
+        except Exception as error:
+            raise StartupError(f"{path} is not a readable GGUF file: {_line(error)}") from error
         self.path = path
-        if self._value("split.count", 1) > 1:
-            raise StartupError(f"{path} is one part of several; join them with gguf-split first")
         self._tensors = dict(self._named_tensors())
         self._rope_factors = next(
             (tensor for tensor in self._reader.tensors if tensor.name == _ROPE_FACTORS), None
         )
-        self.config = self._read_config()
+        try:
+            if self._value("split.count", 1) > 1:
+                raise StartupError(
+                    f"{path} is one part of several; join them with gguf-split first"
+                )
+            self.config = self._read_config()
+        except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+            raise StartupError(
+                f"{path} holds metadata of the wrong kind: {_line(error)}"
+            ) from error
 
     @property
     def names(self) -> frozenset[str]:
@@ -132,30 +141,35 @@ class GgufFile:
                 raise StartupError(f"{self.path} lacks the metadata {family}.{key}")
             return value
 
-        num_heads = int(required("attention.head_count"))
-        hidden_size = int(required("embedding_length"))
-        head_dim = int(
-            self._value(f"{family}.attention.key_length")
-            or self._value(f"{family}.rope.dimension_count")
-            or hidden_size // num_heads
+        num_heads = size("num_heads", required("attention.head_count"))
+        hidden_size = size("hidden_size", required("embedding_length"))
+        head_dim = size(
+            "head_dim",
+            first_given(
+                self._value(f"{family}.attention.key_length"),
+                self._value(f"{family}.rope.dimension_count"),
+                hidden_size // num_heads,
+            ),
         )
         if self._value(f"{family}.rope.dimension_count", head_dim) != head_dim:
             raise StartupError("rotary embeddings over part of a head are not supported")
-        num_layers = int(required("block_count"))
+        num_layers = size("num_layers", required("block_count"))
         if "model.embed_tokens.weight" not in self._tensors:
             raise StartupError(f"{self.path} lacks the tensor token_embd.weight")
-        max_model_len = int(required("context_length"))
-        sliding_window = int(self._value(f"{family}.attention.sliding_window", 0))
+        max_model_len = size("max_model_len", required("context_length"))
+        sliding_window = window(self._value(f"{family}.attention.sliding_window"))
         return ModelConfig(
             architecture=ARCHITECTURES[family],
             vocab_size=self.shape("model.embed_tokens.weight")[0],
             hidden_size=hidden_size,
-            intermediate_size=int(required("feed_forward_length")),
+            intermediate_size=size("intermediate_size", required("feed_forward_length")),
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=int(self._value(f"{family}.attention.head_count_kv", num_heads)),
+            num_kv_heads=size(
+                "num_kv_heads", self._value(f"{family}.attention.head_count_kv", num_heads)
+            ),
             head_dim=head_dim,
-            rms_norm_eps=float(required("attention.layer_norm_rms_epsilon")),
+            rms_norm_eps=number("rms_norm_eps", required("attention.layer_norm_rms_epsilon")),
             max_model_len=max_model_len,
             rope=self._rope(family, max_model_len),
             sliding_windows=(sliding_window,) * num_layers,
@@ -184,11 +198,17 @@ class GgufFile:
             theta=float(self._value(f"{family}.rope.freq_base", 10000.0)),
             kind=kind,
             factor=factor,
-            original_max_position=int(scaling("original_context_length", max_model_len)),
+            original_max_position=size(
+                "original_max_position", scaling("original_context_length", max_model_len)
+            ),
             beta_fast=float(scaling("yarn_beta_fast", 32.0)),
             beta_slow=float(scaling("yarn_beta_slow", 1.0)),
             attention_factor=attention_factor,
         )
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _undo_rope_permutation(values: Tensor, num_heads: int) -> Tensor:

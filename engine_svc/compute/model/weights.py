@@ -54,12 +54,15 @@ class DecoderWeights:
 
 
 def open_source(model: Path) -> WeightSource:
-    """Opens an HF directory or a GGUF file. StartupError if it is neither."""
-    if model.is_dir():
-        return SafetensorsFiles(model)
+    """Opens an HF directory or a GGUF file, and checks that it has what its config promises.
+
+    Raises StartupError, before anything is sized by what the config says.
+    """
     if not model.exists():
         raise StartupError(f"there is no model at {model}")
-    return GgufFile(model)
+    source: WeightSource = SafetensorsFiles(model) if model.is_dir() else GgufFile(model)
+    check_tensors(source)
+    return source
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -108,6 +111,15 @@ def check_tensors(source: WeightSource) -> None:
                 f"{source.path}: {name} has shape {list(source.shape(name))}, "
                 f"and {list(shape)} by the model's config"
             )
+    factors = source.rope_frequency_factors()
+    if factors is not None:
+        if factors.shape != (source.config.head_dim // 2,):
+            raise StartupError(
+                f"{source.path}: the factors of rotary frequencies have shape "
+                f"{list(factors.shape)}, and [{source.config.head_dim // 2}] by the model's config"
+            )
+        if not bool((factors.isfinite() & (factors > 0)).all()):
+            raise StartupError(f"{source.path}: a factor of rotary frequencies is not positive")
 
 
 def load_weights(
@@ -116,7 +128,6 @@ def load_weights(
     """Reads and lays out every tensor, one layer after the other, so that besides the result only
     one tensor as stored and one as computed with are in memory. `report` gets a line now and then.
     """
-    check_tensors(source)
     loader = _Loader(source, kernels, dtype)
     num_layers = source.config.num_layers
     layers = []
