@@ -13,6 +13,7 @@ from gateway.identity import Identity
 from gateway.job import Job, job_from
 from gateway.lanes import LineModel
 from gateway.openai_schema import ChatCompletionRequest
+from gateway.prompt_size import check_prompt_bytes
 from gateway.reasoning import CLOSER, OPENER
 from gateway.tool_call_format import AUTO, BARE_JSON, CallFormat, call_format
 from gateway.tool_grammar import tool_grammar
@@ -53,6 +54,8 @@ def chat_job(
     endpoint: str,
 ) -> ChatJob:
     """What a body, which has passed its own `check`, asks for. Raises InvalidRequest."""
+    num_bytes = memoryview(body.messages).nbytes + memoryview(body.tools).nbytes
+    check_prompt_bytes(num_bytes, model.max_model_len, "messages")
     tool_use = checked_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     has_reasoning = model_text.has_reasoning(model)
     form = model_text.call_format(model) if tool_use.tools else None

@@ -10,6 +10,7 @@ from gateway.field_checks import check_in_vocabulary
 from gateway.generation_fields import GenerationFields
 from gateway.identity import Identity
 from gateway.lanes import LineModel
+from gateway.prompt_size import check_prompt_bytes
 from gateway.response_format import structure_of
 from protos.common.v1 import common_pb2
 from protos.tokenizer.v1 import tokenizer_pb2
@@ -73,7 +74,10 @@ def job_from(
     """The job that a checked body asks for. Raises InvalidRequest for ids that are no tokens."""
     for prompt in prompts:
         if isinstance(prompt, tuple):
-            check_in_vocabulary(prompt, model.vocab_size, prompt_param)
+            # What comes behind is too much in any case.
+            check_in_vocabulary(prompt[: model.max_model_len], model.vocab_size, prompt_param)
+        else:
+            check_prompt_bytes(prompt.ByteSize(), model.max_model_len, prompt_param)
     max_tokens_param, max_tokens = body.token_limit
     sampling = body.sampling(model.vocab_size, model.generation_defaults)
     structure = structure_of(body)

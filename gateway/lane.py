@@ -15,12 +15,12 @@ from protos.detok.v1 import detok_pb2, detok_pb2_grpc
 from protos.engine.v1 import engine_pb2, engine_pb2_grpc
 from protos.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from protos.wire.channel import open_channel
-from protos.wire.errors import Unavailable, from_rpc_error
+from protos.wire.errors import RequestTimeout, from_rpc_error
 from protos.wire.multiplex_client import StreamClient
 from protos.wire.stream_adapter import detok_adapter
 
 _STATUS_TIMEOUT_SECONDS: Final = 2.0
-# Templates and long prompts take time; a tokenizer that takes longer is taken to hang.
+# Templates and long prompts take time. What takes longer would so at any other tokenizer.
 _ENCODE_TIMEOUT_SECONDS: Final = 30.0
 _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 
@@ -103,7 +103,9 @@ class TokenizerLane(Lane[tokenizer_pb2.GetStatusResponse]):
         self._stub = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
 
     async def encode(self, request: tokenizer_pb2.EncodeRequest) -> tokenizer_pb2.EncodeResponse:
-        """A prompt as tokens. Raises TokenlineError, Unavailable if the replica is at fault."""
+        """A prompt as tokens. Raises TokenlineError: Unavailable if the replica is away,
+        RequestTimeout if the work takes too long; it is then cancelled at the tokenizer.
+        """
         response: tokenizer_pb2.EncodeResponse = await self._ask(self._stub.Encode, request)
         return response
 
@@ -117,7 +119,11 @@ class TokenizerLane(Lane[tokenizer_pb2.GetStatusResponse]):
             return await call(request, timeout=_ENCODE_TIMEOUT_SECONDS)
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise Unavailable("The tokenizer did not answer in time.") from error
+                raise RequestTimeout(
+                    f"Tokenizing took longer than {_ENCODE_TIMEOUT_SECONDS:g} seconds; "
+                    "shorten it.",
+                    code="encode_timeout",
+                ) from error
             raise from_rpc_error(error) from error
 
     async def _get_status(self) -> tokenizer_pb2.GetStatusResponse:

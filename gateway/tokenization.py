@@ -11,6 +11,7 @@ from gateway.errors import json_response
 from gateway.field_checks import invalid_value, unsupported_value
 from gateway.generation_fields import TokenId
 from gateway.lanes import Lanes
+from gateway.prompt_size import check_prompt_bytes
 from gateway.request_body import decode_body, read_body
 from protos.tokenizer.v1 import tokenizer_pb2
 
@@ -63,8 +64,8 @@ class Tokenization:
 
     async def tokenize(self, request: Request) -> Response:
         body = decode_body(await read_body(request, self._max_body_bytes), _tokenize_decoder)
-        prompt = _prompt(body)
         model = self._lanes.model(body.model)
+        prompt = _prompt(body, model.max_model_len)
         encoded = await self._lanes.encode(prompt)
         return json_response(
             TokenizeAnswer(
@@ -82,11 +83,12 @@ class Tokenization:
         return json_response(DetokenizeAnswer(prompt=text))
 
 
-def _prompt(body: TokenizeRequest) -> tokenizer_pb2.EncodeRequest:
+def _prompt(body: TokenizeRequest, max_model_len: int) -> tokenizer_pb2.EncodeRequest:
     has_messages = bytes(body.messages) != b"null"
     if has_messages == (body.prompt is not None):
         raise invalid_value("Give either `prompt` or `messages`.", "prompt")
     if body.prompt is not None:
+        check_prompt_bytes(len(body.prompt.encode()), max_model_len, "prompt")
         text = tokenizer_pb2.TextPrompt(
             text=body.prompt, add_special_tokens=body.add_special_tokens is not False
         )
@@ -101,6 +103,8 @@ def _prompt(body: TokenizeRequest) -> tokenizer_pb2.EncodeRequest:
             "`continue_final_message` and `add_generation_prompt` exclude each other.",
             "continue_final_message",
         )
+    num_bytes = memoryview(body.messages).nbytes + memoryview(body.tools).nbytes
+    check_prompt_bytes(num_bytes, max_model_len, "messages")
     kwargs = body.chat_template_kwargs
     chat = tokenizer_pb2.ChatPrompt(
         messages_json=checked_messages(body.messages),

@@ -19,8 +19,9 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     """TokenizerService; a chat is its contents one after the other.
 
     `error` is raised by Encode when set; `gate` must be set for Encode to answer. `encoded` records
-    the requests. `defaults` are the model's own, as are `tool_call_format` and `has_reasoning`;
-    `in_reasoning` is what Encode says of every chat.
+    the requests; `num_cancelled` counts those that were cancelled at the gate. `defaults` are the
+    model's own, as are `tool_call_format` and `has_reasoning`; `in_reasoning` is what Encode says
+    of every chat.
     """
 
     def __init__(self, model: common_pb2.ModelIdentity) -> None:
@@ -28,6 +29,7 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self.error: TokenlineError | None = None
         self.gate = asyncio.Event()
         self.gate.set()
+        self.num_cancelled = 0
         self.encoded: list[tokenizer_pb2.EncodeRequest] = []
         self.defaults = tokenizer_pb2.GenerationDefaults()
         self.tool_call_format = tokenizer_pb2.TOOL_CALL_FORMAT_UNSPECIFIED
@@ -38,7 +40,11 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self, request: tokenizer_pb2.EncodeRequest, context: Any
     ) -> tokenizer_pb2.EncodeResponse:
         self.encoded.append(request)
-        await self.gate.wait()
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
         if self.error is not None:
             raise self.error
         text = request.text.text

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.gateway_line import GatewayLine, gateway_line
+from gateway.prompt_size import max_prompt_bytes
+from tests.fakes.gateway_line import MODEL, GatewayLine, gateway_line
 from tests.fakes.valkey import Valkey
 
 LIMIT = 128
+HUGE = "x" * (max_prompt_bytes(LIMIT) + 1)
 
 
 @pytest.fixture
@@ -52,6 +54,36 @@ async def test_bug_48_too_long_is_400_with_the_real_limit_and_counts(
     assert not small.detok.submitted
     record = await small.record(response.headers["x-request-id"])
     assert (record["state"], record["finish_reason"]) == ("finished", "error")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "param", "fields"),
+    [
+        ("/v1/chat/completions", "messages", {"messages": [{"role": "user", "content": HUGE}]}),
+        ("/v1/completions", "prompt", {"prompt": HUGE}),
+        ("/v1/completions", "prompt", {"prompt": ["x", HUGE]}),
+        ("/v1/responses", "input", {"input": HUGE}),
+        ("/tokenize", "prompt", {"prompt": HUGE}),
+        ("/tokenize", "messages", {"messages": [{"role": "user", "content": HUGE}]}),
+    ],
+)
+async def test_a_prompt_that_cannot_fit_is_refused_without_encoding_it(
+    small: GatewayLine, path: str, param: str, fields: dict[str, Any], stream: bool
+) -> None:
+    response = await small.client.post(path, json={"model": MODEL, "stream": stream, **fields})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert "maximum context length is 128 tokens" in error["message"]
+    assert "bytes" in error["message"]
+    assert not small.tokenizer.encoded
+
+
+async def test_too_many_tokens_are_refused_as_such(small: GatewayLine) -> None:
+    response = await small.complete(prompt=[1] * 200_000)
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert "200000 tokens" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "complete"])

@@ -11,7 +11,7 @@ from gateway.lanes import Lanes
 from protos.common.v1 import common_pb2
 from protos.detok.v1 import detok_pb2
 from protos.tokenizer.v1 import tokenizer_pb2
-from protos.wire.errors import InvalidRequest, NotFound, Unavailable
+from protos.wire.errors import InvalidRequest, NotFound, RequestTimeout, Unavailable
 from tests.fakes.engine_script import Script
 from tests.fakes.gateway_line import IDENTITY, GatewayLine, eventually
 from tests.fakes.scripted_detok import DetokScript, ScriptedDetok, output, pieces
@@ -165,6 +165,23 @@ async def test_encode_does_not_repeat_what_is_wrong_with_the_request(fleet: Flee
         with pytest.raises(InvalidRequest):
             await lanes.encode(TEXT)
         assert len(tokenizer.encoded) == 1
+
+
+async def test_encode_does_not_repeat_what_takes_too_long(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.lane._ENCODE_TIMEOUT_SECONDS", 0.05)
+    tokenizers = [ScriptedTokenizer(IDENTITY) for _ in range(2)]
+    for tokenizer in tokenizers:
+        tokenizer.gate.clear()
+    addresses = tuple([await fleet.start(tokenizer) for tokenizer in tokenizers])
+    others = [await fleet.start(service) for service in (detok(), engine())]
+    async with Lanes(addresses, *((address,) for address in others)) as lanes:
+        await until(lambda: all(one["ready"] for one in lanes.describe()["tokenizers"]))
+        with pytest.raises(RequestTimeout, match="took longer"):
+            await lanes.encode(TEXT)
+        assert sum(len(tokenizer.encoded) for tokenizer in tokenizers) == 1
+        await until(lambda: sum(tokenizer.num_cancelled for tokenizer in tokenizers) == 1)
 
 
 async def test_sequences_go_to_the_detokenizer_with_fewest(fleet: Fleet) -> None:
