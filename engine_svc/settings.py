@@ -22,7 +22,7 @@ class Settings:
     port: int = setting(8003, "Port to listen on; 0 picks a free one.", minimum=0, maximum=65535)
     max_num_seqs: int = setting(64, "The most sequences that run at once.", minimum=1)
     max_num_batched_tokens: int = setting(
-        2048,
+        512,
         "The most tokens computed in one step, so also the largest chunk of a prompt; at least "
         "max-num-seqs.",
         minimum=1,

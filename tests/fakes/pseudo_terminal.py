@@ -3,6 +3,7 @@
 import os
 import pty
 import select
+import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -47,6 +48,8 @@ def in_terminal(
             stdout=theirs,
             stderr=theirs,
             env={**os.environ, "TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "200"},
+            # A run in the background may ignore SIGINT, which children would inherit.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         os.close(theirs)
         try:
