@@ -1,10 +1,11 @@
-"""Fixtures that tests of several parts share."""
+"""Fixtures that tests of several parts share; settles torch's waiting before any test loads it."""
 
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+import engine_svc.compute  # noqa: F401
 from compose.directories import models_directory
 from compose.model_store import DEFAULT_MODEL, ModelStore
 
