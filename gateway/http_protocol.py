@@ -3,7 +3,11 @@
 from typing import Any, Final
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from gateway.errors import error_body
 from protos.wire.errors import InvalidRequest
@@ -18,7 +22,10 @@ _HEAD_TOO_LARGE: Final = 431
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. A request whose head is too large gets 431, one that is no HTTP gets 400."""
+    """One connection. A request whose head is too large gets 431, one that is no HTTP gets 400.
+
+    Where requests before it are not yet answered, they are, and the connection ends after them.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -28,6 +35,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_parsed = 0
         self._num_discarded = 0
         self._refused = False
+        # The request that the application works on, or worked on last.
+        self._running: RequestResponseCycle | None = None
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -66,8 +75,27 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_received = 0
         super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._refused and not self._is_answering:
+            self._end()
+
     def send_400_response(self, msg: str) -> None:
-        """Answers what cannot be parsed, and takes no more requests."""
+        """Answers what cannot be parsed, unless answers before it are due; takes no more requests.
+
+        What cannot be parsed may be the rest of a request whose head was taken: then its own answer
+        is due only if that has begun.
+        """
+        self._refused = True
+        newest = self.cycle
+        if newest is not None and newest.more_body and not newest.response_started:
+            newest.disconnected = True
+            newest.message_event.set()
+            if self.pipeline and self.pipeline[0][0] is newest:
+                self.pipeline.popleft()
+        if self._is_answering:
+            self.flow.resume_reading()
+            return
         if self._reading_head and max(self._num_received, self._num_parsed) > MAX_HEAD_BYTES:
             status, text = _HEAD_TOO_LARGE, f"The request's head is over {MAX_HEAD_BYTES} bytes."
         else:
@@ -79,13 +107,32 @@ class HttpProtocol(HttpToolsProtocol):
             + b"content-length: %d\r\n\r\n" % len(body)
             + body
         )
-        self._refused = True
-        self.transport.write_eof()
-        self.loop.call_later(_LINGER_SECONDS, self.transport.close)
+        self._end()
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether an answer is due to a request that came whole, or has begun."""
+        cycle = self._running
+        is_running = cycle is not None and not (cycle.response_complete or cycle.disconnected)
+        return is_running or bool(self.pipeline)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _end(self) -> None:
+        """Says that nothing more comes, and closes once the client can have read it."""
+        if not self.transport.is_closing():
+            self.transport.write_eof()
+            self.loop.call_later(_LINGER_SECONDS, self.transport.close)
 
     def _discard(self, data: bytes) -> None:
         self._num_discarded += len(data)
-        if self._num_discarded > MAX_DISCARDED_BYTES:
+        if self._num_discarded <= MAX_DISCARDED_BYTES:
+            return
+        if self._refused and self._is_answering:
+            self.flow.pause_reading()
+        else:
             self.transport.close()
 
     def _count(self, num_bytes: int) -> None:

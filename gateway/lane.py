@@ -120,8 +120,7 @@ class TokenizerLane(Lane[tokenizer_pb2.GetStatusResponse]):
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise RequestTimeout(
-                    f"Tokenizing took longer than {_ENCODE_TIMEOUT_SECONDS:g} seconds; "
-                    "shorten it.",
+                    f"Tokenizing took longer than {_ENCODE_TIMEOUT_SECONDS:g} seconds; shorten it.",
                     code="encode_timeout",
                 ) from error
             raise from_rpc_error(error) from error
