@@ -15,12 +15,14 @@ from protos.wire.process_memory import release_free_memory
 from protos.wire.server import GrpcServer
 from protos.wire.service import install_stop_signals, run_main
 from tokenizer_svc.control_tokens import control_tokens
+from tokenizer_svc.prompt_limit import PromptLimit
 from tokenizer_svc.service import ServedTokenizer, TokenizerService
 from tokenizer_svc.settings import Settings
 from tokenizer_svc.template_messages import Setup
 from tokenizer_svc.template_workers import TemplateWorkers
 from tokenizer_svc.text_decoder import TextDecoder
 from tokenizer_svc.text_encoder import TextEncoder
+from tokenizer_svc.token_bound import token_bound
 from tokenizer_svc.tokenizer_files import TokenizerFiles
 from tokenizer_svc.tokenizer_source import load_tokenizer_files
 
@@ -52,6 +54,10 @@ async def serve(settings: Settings) -> None:
             templates,
             executor,
             settings.max_message_size,
+            PromptLimit(
+                settings.max_prompt_tokens or files.context_length, token_bound(files.tokenizer)
+            ),
+            max_running=settings.num_workers + settings.num_template_workers,
         )
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(service, server.grpc)
         release_free_memory()

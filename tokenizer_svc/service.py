@@ -12,6 +12,7 @@ from protos.common.v1 import common_pb2
 from protos.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from protos.wire.errors import InvalidRequest, TooLarge
 from protos.wire.process_memory import release_free_memory
+from tokenizer_svc.prompt_limit import PromptLimit
 from tokenizer_svc.rendered_prompt import RenderedPrompt
 from tokenizer_svc.template_messages import Render
 from tokenizer_svc.template_workers import TemplateWorkers
@@ -41,7 +42,11 @@ class ServedTokenizer:
 
 
 class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
-    """Works in `executor`'s threads; `templates` is None for a model without a chat template."""
+    """Works in `executor`'s threads; `templates` is None for a model without a chat template.
+
+    Of the requests that encode, `max_running` are in work at once and the others wait: their texts
+    take far less memory than what is made of them.
+    """
 
     def __init__(
         self,
@@ -51,6 +56,8 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
         templates: TemplateWorkers | None,
         executor: Executor,
         max_message_bytes: int,
+        limit: PromptLimit,
+        max_running: int,
     ) -> None:
         self._served = served
         self._encoder = encoder
@@ -58,6 +65,8 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self._templates = templates
         self._executor = executor
         self._max_message_bytes = max_message_bytes
+        self._limit = limit
+        self._running = asyncio.Semaphore(max_running)
 
     async def Encode(
         self,
@@ -69,18 +78,20 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
         """Raises InvalidRequest for a refused chat, TooLarge for ids over the message limit."""
         kind = request.WhichOneof("input")
         if kind == "chat":
-            prompt = await self._render(request.chat)
-            response = await self._respond(
-                lambda: self._encoder.encode_prompt(prompt), request.return_token_strings
-            )
-            response.in_reasoning = prompt.text.rstrip().endswith("<think>")
-            return response
+            async with self._running:
+                return await self._encode_chat(request)
         if kind == "text":
             text = request.text
-            return await self._respond(
-                lambda: self._encoder.encode_text(text.text, text.add_special_tokens),
-                request.return_token_strings,
-            )
+            self._limit.check_text(text.text, "prompt")
+            async with self._running:
+                return await self._respond(
+                    lambda: self._encoder.encode_text(
+                        text.text,
+                        text.add_special_tokens,
+                        lambda count: self._limit.check_tokens(count, "prompt"),
+                    ),
+                    request.return_token_strings,
+                )
         raise InvalidRequest("The request holds neither a chat nor a text.", param="prompt")
 
     async def Decode(
@@ -90,7 +101,8 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
             tokenizer_pb2.DecodeRequest, tokenizer_pb2.DecodeResponse
         ],
     ) -> tokenizer_pb2.DecodeResponse:
-        """Raises InvalidRequest for an id outside the vocabulary."""
+        """Raises InvalidRequest for an id outside the vocabulary, or for too many."""
+        self._limit.check_tokens(len(request.token_ids), "tokens")
         text = await asyncio.get_running_loop().run_in_executor(
             self._executor,
             self._decoder.decode,
@@ -128,6 +140,20 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
             tokenizer_json=self._served.tokenizer_json,
             eos_token_ids=self._served.eos_token_ids,
         )
+
+    async def _encode_chat(
+        self, request: tokenizer_pb2.EncodeRequest
+    ) -> tokenizer_pb2.EncodeResponse:
+        prompt = await self._render(request.chat)
+        self._limit.check_text(prompt.text, "messages")
+        response = await self._respond(
+            lambda: self._encoder.encode_prompt(
+                prompt, lambda count: self._limit.check_tokens(count, "messages")
+            ),
+            request.return_token_strings,
+        )
+        response.in_reasoning = prompt.text.rstrip().endswith("<think>")
+        return response
 
     async def _render(self, chat: tokenizer_pb2.ChatPrompt) -> RenderedPrompt:
         if self._templates is None:

@@ -19,6 +19,10 @@ class Settings:
     chat_template: Path | None = setting(
         None, "A file with a Jinja chat template, instead of the model's own."
     )
+    max_prompt_tokens: int = setting(
+        0, "Prompts that must have more tokens are refused unencoded; 0: the model's context.",
+        minimum=0,
+    )  # fmt: skip
     num_workers: int = setting(2, "Texts encoded at the same time.", minimum=1, maximum=256)
     num_template_workers: int = setting(
         1, "Processes that render chat templates.", minimum=1, maximum=64

@@ -64,8 +64,10 @@ class TemplateWorkers:
 
         Raises InvalidRequest when the chat is refused or too much for the limits.
         """
+        # A caller that gives up while it waits is not rendered for.
+        worker = await self._idle.get()
         # A task of its own: a caller that gives up must not leave a worker's answer unread.
-        task = asyncio.create_task(self._render(render))
+        task = asyncio.create_task(self._render(worker, render))
         self._renderings.add(task)
         task.add_done_callback(self._renderings.discard)
         rendered = await asyncio.shield(task)
@@ -73,8 +75,7 @@ class TemplateWorkers:
             raise InvalidRequest(rendered.refusal, code=rendered.code, param=rendered.param)
         return RenderedPrompt(rendered.text, rendered.stand_ins)
 
-    async def _render(self, render: Render) -> Rendered:
-        worker = await self._idle.get()
+    async def _render(self, worker: "_Worker", render: Render) -> Rendered:
         try:
             try:
                 return await worker.render(render)

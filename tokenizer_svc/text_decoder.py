@@ -23,7 +23,9 @@ class TextDecoder:
                 raise InvalidRequest(
                     f"The token id {token_id} is not in this model's vocabulary.", param="tokens"
                 )
-        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        # The batch call, since the library lets go of the interpreter lock in no other.
+        [text] = self._tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return text
 
     def token_strings(self, token_ids: Iterable[int]) -> list[str]:
         """Each token as the vocabulary writes it, such as `Ġthe`."""

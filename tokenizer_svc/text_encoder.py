@@ -1,13 +1,17 @@
 """Text to token ids: raw text as it is, and prompts of which some characters are stand-ins."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from tokenizers import AddedToken, Tokenizer, models
+from tokenizers import AddedToken, Encoding, Tokenizer, models
 
 from protos.wire.errors import StartupError
 from tokenizer_svc.control_tokens import control_tokens
 from tokenizer_svc.rendered_prompt import RenderedPrompt
+
+
+def _accept(num_tokens: int) -> None:
+    """No limit."""
 
 
 class TextEncoder:
@@ -41,24 +45,38 @@ class TextEncoder:
         self._twin.add_tokens([self._twin_token(token) for _, token in added])
         self._ids = self._twin_ids(added)
 
-    def encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of raw text, control tokens in it parsed."""
-        return self._encode(self._tokenizer, text, add_special_tokens)
+    def encode_text(
+        self, text: str, add_special_tokens: bool, check: Callable[[int], None] = _accept
+    ) -> list[int]:
+        """Ids of raw text, control tokens in it parsed.
 
-    def encode_prompt(self, prompt: RenderedPrompt) -> list[int]:
-        """Ids of a rendered chat: control tokens are the template's only. Nothing is added."""
-        if not any(stand_in in prompt.text for stand_in in prompt.stand_ins):
-            return self._encode(self._tokenizer, prompt.text, False)
-        text = self._with_aliases(prompt.text)
-        text = text.translate({ord(stand_in): c for stand_in, c in prompt.stand_ins.items()})
-        return [self._ids.get(i, i) for i in self._encode(self._twin, text, False)]
-
-    @staticmethod
-    def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-        # The batch call leaves out the offsets of each token, half of the time and memory.
-        [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        `check` is given their number, and may raise, before the list of them is made: that holds
+        the interpreter lock.
+        """
+        encoding = self._encode(self._tokenizer, text, add_special_tokens)
+        check(len(encoding))
         ids: list[int] = encoding.ids
         return ids
+
+    def encode_prompt(
+        self, prompt: RenderedPrompt, check: Callable[[int], None] = _accept
+    ) -> list[int]:
+        """Ids of a rendered chat: control tokens are the template's only. Nothing is added."""
+        if not any(stand_in in prompt.text for stand_in in prompt.stand_ins):
+            return self.encode_text(prompt.text, False, check)
+        text = self._with_aliases(prompt.text)
+        # One after another: str.translate holds the interpreter lock for a look-up per character.
+        for stand_in, original in prompt.stand_ins.items():
+            text = text.replace(stand_in, original)
+        encoding = self._encode(self._twin, text, False)
+        check(len(encoding))
+        return [self._ids.get(i, i) for i in encoding.ids]
+
+    @staticmethod
+    def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> Encoding:
+        # The batch call leaves out the offsets of each token, half of the time and memory.
+        [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding
 
     def _with_aliases(self, text: str) -> str:
         """`text` with each control token in it replaced by its alias.
@@ -68,7 +86,8 @@ class TextEncoder:
         """
         pieces = []
         end = 0
-        found = self._finder.encode(text, add_special_tokens=False)
+        # The batch call, since the library lets go of the interpreter lock in no other.
+        [found] = self._finder.encode_batch([text], add_special_tokens=False)
         for content, (start, stop) in zip(found.tokens, found.offsets, strict=True):
             pieces += [text[end:start], self._aliases.get(content, content)]
             end = stop

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -21,11 +22,14 @@ from protos.wire.channel import MAX_MESSAGE_BYTES, open_channel
 from protos.wire.errors import InvalidRequest, TokenlineError, TooLarge, from_rpc_error
 from protos.wire.server import GrpcServer
 from tests.fakes.tiny_tokenizers import IM_END, IM_START, byte_level
+from tests.fakes.waiting import until
+from tokenizer_svc.prompt_limit import PromptLimit
 from tokenizer_svc.service import ServedTokenizer, TokenizerService
 from tokenizer_svc.template_messages import Setup
 from tokenizer_svc.template_workers import TemplateWorkers
 from tokenizer_svc.text_decoder import TextDecoder
 from tokenizer_svc.text_encoder import TextEncoder
+from tokenizer_svc.token_bound import token_bound
 
 TEMPLATE = (
     "{% if messages[0].content == 'odd' %}{{ raise_exception('That is odd.') }}{% endif %}"
@@ -38,7 +42,10 @@ MODEL = common_pb2.ModelIdentity(name="tiny", fingerprint="f00d")
 
 @asynccontextmanager
 async def serving(
-    template: str | None = TEMPLATE, max_message_bytes: int = MAX_MESSAGE_BYTES
+    template: str | None = TEMPLATE,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    max_prompt_tokens: int = 10_000_000,
+    encoder: TextEncoder | None = None,
 ) -> AsyncIterator[TokenizerServiceStub]:
     """A client of the service with the tokenizer BL."""
     tokenizer = byte_level()
@@ -67,11 +74,13 @@ async def serving(
         with ThreadPoolExecutor(2) as executor:
             service = TokenizerService(
                 served,
-                TextEncoder(tokenizer),
+                encoder or TextEncoder(tokenizer),
                 TextDecoder(tokenizer),
                 workers if template is not None else None,
                 executor,
                 max_message_bytes,
+                PromptLimit(max_prompt_tokens, token_bound(tokenizer)),
+                max_running=3,
             )
             add_TokenizerServiceServicer_to_server(service, server.grpc)
             await server.start([SERVICE])
@@ -254,3 +263,54 @@ async def test_other_calls_are_answered_while_a_long_text_is_encoded() -> None:
             answered += 1
         assert answered > 3
         assert len((await long).token_ids) == 2_100_000
+
+
+@pytest.mark.parametrize("characters", ["The quick brown fox. ", "<|im_end|>"])
+async def test_prompts_that_cannot_fit_are_refused_before_they_are_encoded(characters: str) -> None:
+    """One text that is encoded, and one chat that takes the way of typed control tokens."""
+    content = characters * (60_000 // len(characters))
+    async with serving(max_prompt_tokens=4_000) as stub:
+        for request, param in ((text(content), "prompt"), (chat(content), "messages")):
+            error = await refusal(stub.Encode(request))
+            assert isinstance(error, InvalidRequest)
+            assert (error.code, error.param) == ("context_length_exceeded", param)
+            assert "4000 tokens" in error.message
+            assert "characters, which are at least 5" in error.message
+        # What could fit is encoded, and counted by who knows the answer's share.
+        assert len((await stub.Encode(text("a" * 40_000))).token_ids) == 40_000
+
+
+async def test_more_tokens_than_are_counted_are_refused_with_their_number() -> None:
+    async with serving(max_prompt_tokens=100_000) as stub:
+        error = await refusal(stub.Encode(text("a" * 1_000_001)))
+        assert error.code == "context_length_exceeded"
+        assert "100000 tokens. Your prompt has 1000001 tokens" in error.message
+        error = await refusal(stub.Decode(pb.DecodeRequest(token_ids=[64] * 1_000_001)))
+        assert (error.code, error.param) == ("context_length_exceeded", "tokens")
+
+
+async def test_encodings_wait_for_each_other_and_a_cancelled_one_never_runs() -> None:
+    release, encoded = threading.Event(), []
+
+    class SlowEncoder(TextEncoder):
+        def encode_text(self, text: str, *arguments: Any) -> list[int]:
+            encoded.append(text)
+            assert release.wait(20)
+            return super().encode_text(text, *arguments)
+
+    async with serving(encoder=SlowEncoder(byte_level())) as stub:
+        running = [asyncio.ensure_future(stub.Encode(text(f"run {i}"))) for i in range(2)]
+        await until(lambda: len(encoded) == 2)
+        waiting = [asyncio.ensure_future(stub.Encode(text(f"wait {i}"))) for i in range(4)]
+        given_up = [asyncio.ensure_future(stub.Encode(text(f"cancel {i}"))) for i in range(4)]
+        for _ in range(20):
+            await stub.GetStatus(pb.GetStatusRequest())
+        for call in given_up:
+            call.cancel()
+        await asyncio.gather(*given_up, return_exceptions=True)
+        for _ in range(20):
+            await stub.GetStatus(pb.GetStatusRequest())
+        assert len(encoded) == 2
+        release.set()
+        await asyncio.gather(*running, *waiting)
+    assert sorted(encoded) == [*(f"run {i}" for i in range(2)), *(f"wait {i}" for i in range(4))]

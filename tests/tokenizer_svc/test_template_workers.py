@@ -86,6 +86,21 @@ async def test_a_caller_that_gives_up_does_not_mix_up_the_answers() -> None:
             assert (await workers.render(chat(f"kept {index}"))).text == f"kept {index}<|end|>"
 
 
+async def test_a_caller_that_gives_up_while_it_waits_is_not_rendered_for() -> None:
+    async with TemplateWorkers(setup_of()) as workers:
+        running = asyncio.create_task(workers.render(chat("spin")))
+        # Each of these would take the worker for half a second, and end it.
+        given_up = [asyncio.create_task(workers.render(chat("spin"))) for _ in range(200)]
+        await asyncio.sleep(0)
+        for task in given_up:
+            task.cancel()
+        results = await asyncio.gather(*given_up, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in results)
+        with pytest.raises(InvalidRequest, match="longer than"):
+            await running
+        assert (await workers.render(chat("ok"))).text == "ok<|end|>"
+
+
 async def test_a_chat_that_is_refused_names_its_field() -> None:
     async with TemplateWorkers(setup_of()) as workers:
         with pytest.raises(InvalidRequest) as caught:
