@@ -6,6 +6,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from gateway.bad_text import path_of_bad_text
 from gateway.errors import ClientDisconnected
 from protos.wire.errors import InvalidRequest, TooLarge
 
@@ -18,10 +19,6 @@ MAX_CONTAINERS: Final = 1 << 17
 
 _QUOTES_AND_BRACKETS: Final = b'"[]{}'
 _ALL_OTHERS: Final = bytes(set(range(256)) - set(_QUOTES_AND_BRACKETS))
-_LONE_SURROGATE: Final = re.compile(
-    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F][0-9a-fA-F]{2})"
-    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-)
 _VALIDATION_MESSAGE: Final = re.compile(r"(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?", re.DOTALL)
 _MISSING_FIELD: Final = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 
@@ -44,21 +41,22 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """The typed body; InvalidRequest with `param` where a field is at fault."""
+def decode_body(body: bytes, decoder: msgspec.json.Decoder[T], within: str = "") -> T:
+    """The typed body; InvalidRequest with `param`, a path below `within`, where a field is wrong.
+
+    within: the field of a larger body that this is the value of; empty for a whole body.
+    """
     _check_nesting(body)
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise invalid_field(error) from error
+        raise invalid_field(error, within) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        if _LONE_SURROGATE.search(body):
-            raise InvalidRequest(
-                "A string in the body holds half of a surrogate pair, which is no character.",
-                code="invalid_string",
-            ) from error
+        path = path_of_bad_text(body)
+        if path is not None:
+            raise _no_text((within + path).lstrip(".")) from error
         raise InvalidRequest(
-            f"The body is not valid JSON: {error}.", code="invalid_json"
+            f"The body is not valid JSON: {error}.", code="invalid_json", param=within
         ) from error
 
 
@@ -67,7 +65,7 @@ def decode_part(raw: bytes | msgspec.Raw, kind: Any, param: str) -> tuple[Any, b
 
     Returns it as `kind`, and as normalised JSON. Errors name paths below `param`.
     """
-    whole = decode_body(bytes(raw), msgspec.json.Decoder())
+    whole = decode_body(bytes(raw), msgspec.json.Decoder(), param)
     try:
         return msgspec.convert(whole, kind), msgspec.json.encode(whole)
     except msgspec.ValidationError as error:
@@ -79,7 +77,9 @@ def invalid_field(error: msgspec.ValidationError, within: str = "") -> InvalidRe
     match = _VALIDATION_MESSAGE.fullmatch(str(error))
     assert match is not None
     what = match["what"]
-    param = within + (match["path"] or "$").removeprefix("$")
+    # Below a value of any type, msgspec says no more than that there is a path.
+    path, *_ = (match["path"] or "$").removeprefix("$").partition("[...]")
+    param = within + path
     missing = _MISSING_FIELD.fullmatch(what)
     if missing is not None:
         param = f"{param}.{missing['name']}".lstrip(".")
@@ -90,6 +90,14 @@ def invalid_field(error: msgspec.ValidationError, within: str = "") -> InvalidRe
     place = f"`{param}`" if param else "the body"
     what = what[:1].lower() + what[1:]
     return InvalidRequest(f"Invalid value for {place}: {what}.", code="invalid_value", param=param)
+
+
+def _no_text(param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"`{param}` holds half of a surrogate pair, or bytes that are no UTF-8, which is no text.",
+        code="invalid_string",
+        param=param,
+    )
 
 
 def _too_large(max_bytes: int) -> TooLarge:

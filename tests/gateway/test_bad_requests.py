@@ -124,20 +124,54 @@ async def test_unknown_places_answer_in_the_same_shape(
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("fields", "param"),
     [
-        b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud83d"}]}',
-        b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ude00x"}]}',
-        b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud83dx"}]}',
-        b'{"model": "tiny", "messages": [{"role": "user", "content": "a", "k": "\\ud83d"}]}',
-        b'{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "stop": "\\ud83d"}',
-        b'{"model": "tiny", "messages": [{"role": "user", "content": "\xed\xa0\xbd"}]}',
-        b'{"model": "tiny", "messages": [{"role": "user", "content": "\xff"}]}',
+        (r'"messages": [{"role": "user", "content": "\ud83d"}]', "messages[0].content"),
+        (r'"messages": [{"role": "user", "content": "\ude00x"}]', "messages[0].content"),
+        (r'"messages": [{"role": "user", "content": "\ud83dx"}]', "messages[0].content"),
+        (r'"messages": [{"role": "user", "content": "a", "k": ["\ud83d"]}]', "messages[0].k[0]"),
+        (r'"messages": [{"role": "user", "\ud83d": "a"}]', "messages[0]"),
+        (r'"stop": "\ud83d"', "stop"),
+        (r'"stop": ["a", "\ud83dx"]', "stop[1]"),
+        (r'"tools": [{"type": "\ude00x"}]', "tools[0].type"),
+        (r'"chat_template_kwargs": {"a": "\ude00x"}', "chat_template_kwargs.a"),
+        (r'"ignored": "\ude00x"', "ignored"),
+        (b'"messages": [{"role": "user", "content": "\xed\xa0\xbd"}]', "messages[0].content"),
+        (b'"messages": [{"role": "user", "content": "\xff"}]', "messages[0].content"),
+        (b'"model": "\xff"', "model"),
     ],
 )
-async def test_what_is_no_unicode_text_is_400(line: GatewayLine, body: bytes) -> None:
+async def test_what_is_no_unicode_text_is_400_and_names_the_field(
+    line: GatewayLine, fields: str | bytes, param: str
+) -> None:
+    # The last of two fields with one name is taken.
+    more = fields.encode() if isinstance(fields, str) else fields
+    body = json.dumps(CHAT)[:-1].encode() + b", " + more + b"}"
     response = await line.client.post("/v1/chat/completions", content=body)
-    check_error(response, 400)
+    assert check_error(response, 400, param)["code"] == "invalid_string"
+    assert not line.tokenizer.encoded
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "9" * 5000])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ('"messages": [{"role": "user", "content": "a", "k": N}]', "messages[0]"),
+        ('"messages": [{"role": "user", "content": N}]', "messages[0]"),
+        ('"tools": [{"type": "function", "function": {"name": N}}]', "tools[0]"),
+        ('"tools": N', "tools"),
+        ('"temperature": N', "temperature"),
+        ('"chat_template_kwargs": {"a": N}', "chat_template_kwargs"),
+        ('"response_format": {"a": N}', "response_format"),
+    ],
+)
+async def test_a_number_out_of_all_range_is_400_and_names_the_field(
+    line: GatewayLine, number: str, fields: str, param: str
+) -> None:
+    body = json.dumps(CHAT)[:-1] + ", " + fields.replace("N", number) + "}"
+    response = await line.client.post("/v1/chat/completions", content=body.encode())
+    error = check_error(response, 400, param)
+    assert "out of range" in error["message"] and "[...]" not in error["message"]
     assert not line.tokenizer.encoded
 
 
