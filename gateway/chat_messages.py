@@ -42,12 +42,17 @@ class Message(msgspec.Struct):
 
 
 def checked_messages(raw: msgspec.Raw) -> bytes:
-    """`messages` as JSON for the chat template. Raises InvalidRequest with the path at fault."""
+    """`messages` as JSON for the chat template. Raises InvalidRequest with the path at fault.
+
+    What the assistant refused in is text to a template, as its answers are.
+    """
     messages, normalised = decode_part(raw, list[Message], "messages")
     if not messages:
         raise _invalid("`messages` must not be empty.", "messages")
     for index, message in enumerate(messages):
         _check_message(message, f"messages[{index}]")
+    if any(map(_has_refusal, messages)):
+        return msgspec.json.encode(list(map(_with_text, msgspec.json.decode(normalised))))
     return normalised
 
 
@@ -87,6 +92,25 @@ def _check_part(part: ContentPart, path: str) -> None:
         )
     if getattr(part, field) is None:
         raise _invalid(f"Missing required field `{path}.{field}`.", f"{path}.{field}")
+
+
+def _has_refusal(message: Message) -> bool:
+    if isinstance(message.content, list):
+        return any(part.type == "refusal" for part in message.content)
+    return message.content is None and message.refusal is not None
+
+
+def _with_text(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if content is None and message.get("refusal") is not None:
+        return {**message, "content": message["refusal"]}
+    if not isinstance(content, list):
+        return message
+    parts = [
+        {"type": "text", "text": part["refusal"]} if part["type"] == "refusal" else part
+        for part in content
+    ]
+    return {**message, "content": parts}
 
 
 def _invalid(message: str, param: str) -> InvalidRequest:
