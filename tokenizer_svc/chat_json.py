@@ -12,6 +12,8 @@ from tokenizer_svc.stand_ins import private_use_characters
 ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 # What a template is given under these names is not the user's to set.
 _RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt"})
+# Levels of lists and objects: what works on the values calls itself for each.
+_DEEPEST: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,12 @@ def read_chat(messages_json: bytes, tools_json: bytes = b"", variables_json: byt
 def private_use_in(value: Any, param: str) -> set[str]:
     """The private-use characters in the strings of a JSON value, keys included.
 
-    Raises ChatRefused when a string holds half of a surrogate pair, which UTF-8 cannot carry.
+    Raises ChatRefused when a string holds half of a surrogate pair, which UTF-8 cannot carry, and
+    for a value that is nested too deeply.
     """
     found: set[str] = set()
     try:
-        for text in _strings(value):
+        for text in _strings(value, param):
             if not text.isascii():
                 text.encode()
                 found |= private_use_characters(text)
@@ -64,8 +67,6 @@ def private_use_in(value: Any, param: str) -> set[str]:
             f"{param} holds half of a surrogate pair (such as \\ud800), which is no character.",
             param=param,
         ) from error
-    except RecursionError as error:
-        raise _too_deep(param) from error
     return found
 
 
@@ -74,28 +75,35 @@ def _read(raw: bytes, param: str) -> Any:
         raise ValueError(f"{name} is not JSON")
 
     try:
-        return json.loads(raw, parse_constant=refuse_constant)
+        value = json.loads(raw, parse_constant=refuse_constant)
     except RecursionError as error:
         raise _too_deep(param) from error
     except ValueError as error:
         raise ChatRefused(f"{param} is not valid JSON.", param=param) from error
+    if raw.count(b"[") + raw.count(b"{") > _DEEPEST:
+        for _ in _strings(value, param):
+            pass
+    return value
 
 
 def _too_deep(param: str) -> ChatRefused:
     return ChatRefused(f"{param} is nested too deeply.", param=param)
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """Every string in a JSON value, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield key
-            yield from _strings(item)
+def _strings(value: Any, param: str) -> Iterator[str]:
+    """Every string in a JSON value, keys included. Raises ChatRefused below _DEEPEST levels."""
+    waiting = [(value, 0)]
+    while waiting:
+        item, depth = waiting.pop()
+        if depth > _DEEPEST:
+            raise _too_deep(param)
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, list):
+            waiting.extend((inner, depth + 1) for inner in item)
+        elif isinstance(item, dict):
+            yield from item
+            waiting.extend((inner, depth + 1) for inner in item.values())
 
 
 def _check_message(message: Any, where: str) -> None:

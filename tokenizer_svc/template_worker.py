@@ -9,6 +9,7 @@ loop. Started by template_workers.py; speaks template_messages.py on its standar
 import resource
 import signal
 import sys
+import traceback
 
 from tokenizer_svc.chat_refused import ChatRefused
 from tokenizer_svc.prompt_renderer import PromptRenderer
@@ -48,6 +49,9 @@ def main() -> None:
             )
         except ChatRefused as refusal:
             done = SetupDone(error=refusal.message)
+        except Exception as error:
+            traceback.print_exc()
+            done = SetupDone(error=f"it fails with {type(error).__name__}")
     answers.write(encode(done))
     answers.flush()
     # No further file, now that Python has loaded what compiling and rendering need.
@@ -73,6 +77,15 @@ def _render(renderer: PromptRenderer, render: Render) -> Rendered:
         return Rendered(refusal=refusal.message, param=refusal.param, code=refusal.code)
     except MemoryError:
         return Rendered(refusal="The chat needs too much memory.", param="messages")
+    except RecursionError:
+        return Rendered(refusal="The chat is nested too deeply.", param="messages")
+    # Whatever else a chat does to this process, the next chat finds it alive.
+    except Exception:
+        traceback.print_exc()
+        return Rendered(
+            refusal="The chat cannot be rendered; a field of it may be of another kind than usual.",
+            param="messages",
+        )
 
 
 class _Alarm:

@@ -70,3 +70,21 @@ def test_whole_pairs_are_characters_and_private_use_is_found() -> None:
         "\ue005",
         "\uf8ff",
     }
+
+
+@pytest.mark.parametrize("depth", [103, 300, 900, 100_000])
+def test_what_is_nested_too_deeply_is_refused_with_its_field(depth: int) -> None:
+    deep = b"[" * depth + b"]" * depth
+    fields = {
+        "messages": (b'[{"role": "user", "content": "Hi", "x": ' + deep + b"}]",),
+        "tools": (USER, deep),
+        "chat_template_kwargs": (USER, b"", b'{"x": ' + deep + b"}"),
+    }
+    for param, raw in fields.items():
+        with pytest.raises(ChatRefused, match="nested too deeply") as caught:
+            read_chat(*raw)
+        assert caught.value.param == param
+
+
+def test_many_brackets_side_by_side_are_not_deep() -> None:
+    assert len(read_chat(b"[" + b",".join([USER[1:-1]] * 300) + b"]").messages) == 300

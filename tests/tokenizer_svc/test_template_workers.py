@@ -1,17 +1,25 @@
 """Template workers: limits of time, memory and files hold, and a dead worker is replaced."""
 
 import asyncio
+import contextlib
 import json
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import msgspec
 import psutil
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from protos.wire.errors import InvalidRequest, StartupError
+from tests.tokenizer_svc.conftest import Family
 from tokenizer_svc.rendered_prompt import RenderedPrompt
 from tokenizer_svc.template_messages import Render, Setup
 from tokenizer_svc.template_workers import TemplateWorkers
 
+# What templates read of a message.
+NAMES = ("role", "content", "tool_calls", "function", "name", "arguments", "type", "text", "user")
 # Does what the first message says, but not when it is tried out at the start.
 OBEDIENT = """
 {%- set word = messages[0].content -%}
@@ -109,6 +117,64 @@ async def test_a_chat_that_is_refused_names_its_field() -> None:
         with pytest.raises(InvalidRequest) as caught:
             await workers.render(Render(b'[{"role":"user"}]', b"{", b"", True))
         assert caught.value.param == "tools"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=3), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+CHATS = st.builds(
+    lambda *parts: Render(*(json.dumps(part).encode() for part in parts), True),
+    st.lists(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=5), max_size=3) | JSON,
+    st.none() | JSON,
+    st.just({}) | JSON,
+)
+
+
+async def test_no_chat_ends_a_worker(family: Family) -> None:
+    setup = msgspec.structs.replace(
+        setup_of(family.template, seconds=5), special_tokens=dict(family.special_tokens)
+    )
+    deep = b"[" * 900 + b"]" * 900
+    arguments = json.dumps("[" * 5000 + "]" * 5000).encode()
+    hostile = [
+        Render(b'[{"role":{}}]', b"", b"", True),
+        Render(b'[{"role":"user","content":"a"}]', b"", b'{"x":' + deep + b"}", True),
+        Render(
+            b'[{"role":"user"},{"role":"assistant","tool_calls":[{"function":{"name":"f",'
+            b'"arguments":{"a":' + arguments + b"}}}]}]",
+            b"",
+            b"",
+            True,
+        ),
+    ]
+
+    async with TemplateWorkers(setup) as workers:
+        (process,) = psutil.Process().children()
+
+        async def no_death(render: Render) -> None:
+            with contextlib.suppress(InvalidRequest):
+                await workers.render(render)
+
+        for render in hostile:
+            await no_death(render)
+        await asyncio.to_thread(_for_each_chat, no_death, asyncio.get_running_loop())
+        assert process.is_running() and psutil.Process().children() == [process]
+
+
+def _for_each_chat(
+    check: Callable[[Render], Coroutine[Any, Any, None]], loop: asyncio.AbstractEventLoop
+) -> None:
+    @settings(max_examples=40, deadline=None)
+    @given(render=CHATS)
+    def every(render: Render) -> None:
+        asyncio.run_coroutine_threadsafe(check(render), loop).result(30)
+
+    every()
 
 
 async def test_a_template_that_does_not_parse_is_a_startup_error() -> None:
