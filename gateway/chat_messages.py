@@ -1,9 +1,11 @@
 """Checks the messages and tools of a chat, which then go to the tokenizer as they came."""
 
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
+from msgspec import Meta
 
+from gateway.field_checks import MAX_MESSAGES
 from gateway.request_body import decode_part
 from gateway.tools import checked_tool_use
 from protos.wire.errors import InvalidRequest
@@ -41,12 +43,15 @@ class Message(msgspec.Struct):
     refusal: str | None = None
 
 
+_Messages = Annotated[list[Message], Meta(max_length=MAX_MESSAGES)]
+
+
 def checked_messages(raw: msgspec.Raw) -> bytes:
     """`messages` as JSON for the chat template. Raises InvalidRequest with the path at fault.
 
     What the assistant refused in is text to a template, as its answers are.
     """
-    messages, normalised = decode_part(raw, list[Message], "messages")
+    messages, normalised = decode_part(raw, _Messages, "messages")
     if not messages:
         raise _invalid("`messages` must not be empty.", "messages")
     for index, message in enumerate(messages):

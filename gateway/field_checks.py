@@ -16,6 +16,8 @@ MAX_TOKEN_ID_ENTRIES: Final = 1024
 MAX_BAD_WORDS: Final = 128
 MAX_BAD_WORD_CHARACTERS: Final = 256
 MAX_BIAS: Final = 100
+# Each is checked, and rendered by a template, on its own.
+MAX_MESSAGES: Final = 10_000
 # OpenAI's limits.
 MAX_METADATA_PAIRS: Final = 16
 MAX_METADATA_KEY_CHARACTERS: Final = 64

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from gateway.field_checks import MAX_MESSAGES
 from gateway.generation_fields import TokenCount
 
 _INT32_MAX = (1 << 31) - 1
@@ -51,7 +52,7 @@ class MessagesToCount(msgspec.Struct, kw_only=True):
     """POST /v1/messages/count_tokens. Unknown fields are ignored."""
 
     model: str
-    messages: list[InputMessage]
+    messages: Annotated[list[InputMessage], Meta(max_length=MAX_MESSAGES)]
     system: str | list[dict[str, Any]] | None = None
     tools: list[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.field_checks import check_metadata, refuse_unsupported
+from gateway.field_checks import MAX_MESSAGES, check_metadata, refuse_unsupported
 from gateway.generation_fields import (
     MAX_CACHE_SALT_CHARACTERS,
     MAX_TIMEOUT_SECONDS,
@@ -54,7 +54,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     """POST /v1/responses. `input` is checked in response_input.py; unknown fields are ignored."""
 
     model: str
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None

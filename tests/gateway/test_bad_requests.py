@@ -299,3 +299,25 @@ async def test_unknown_fields_and_those_of_bookkeeping_are_ignored(line: Gateway
         never_heard_of={"deep": [1, {"x": None}]},
     )
     assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("/v1/chat/completions", "messages"),
+        ("/v1/responses", "input"),
+        ("/tokenize", "messages"),
+    ],
+)
+async def test_too_many_messages_are_400(line: GatewayLine, path: str, param: str) -> None:
+    body = {"model": MODEL, param: [{"role": "user", "content": ""}] * 10_001}
+    error = check_error(await line.client.post(path, json=body), 400, param)
+    assert "length <= 10000" in error["message"]
+    assert not line.tokenizer.encoded
+
+
+async def test_too_many_messages_of_anthropics_are_400(line: GatewayLine) -> None:
+    body = {"model": MODEL, "max_tokens": 1, "messages": [USER] * 10_001}
+    response = await line.client.post("/v1/messages", json=body)
+    assert response.status_code == 400
+    assert "length <= 10000" in response.json()["error"]["message"]
