@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
 )
 from rich.console import Console
 
-from compose.errors import CommandError
+from compose.errors import CommandError, is_out_of_space, out_of_space
 
 # What the services read (configuration, tokenizer, chat template, weights), and nothing else.
 _NEEDED: Final = ("*.json", "*.jinja", "*.safetensors")
@@ -121,6 +121,8 @@ def download(
                 listing.repository, file.name, revision=listing.revision, local_dir=directory
             )
         except (HfHubHTTPError, LocalEntryNotFoundError, httpx2.HTTPError, OSError) as error:
+            if is_out_of_space(error):
+                raise out_of_space(listing.repository, directory) from error
             raise CommandError(_unreachable(listing.repository, error)) from error
 
 

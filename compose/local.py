@@ -44,10 +44,15 @@ async def run_line(options: LineOptions, console: Console, state_directory: Path
     state_file = StateFile(state_directory, options.model_path.name, line.gateway_urls)
 
     def describe() -> None:
-        state_file.write(_service_states(supervisor))
+        try:
+            state_file.write(_service_states(supervisor))
+        except CommandError as error:
+            # The line serves on; only `tokenline ps` is behind.
+            console.print(str(error), style="yellow", markup=False, soft_wrap=True)
 
     supervisor = Supervisor(line.stop_order, log, on_change=describe)
     try:
+        state_file.write(())
         async with _stop_signals(supervisor) as stop, supervisor:
             await _run_until_stopped(line, supervisor, stop.first, console)
             return not stop.second.is_set()

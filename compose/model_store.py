@@ -10,7 +10,7 @@ from typing import Final
 
 from rich.console import Console
 
-from compose.errors import CommandError
+from compose.errors import CommandError, is_out_of_space, out_of_space
 from compose.file_lock import file_lock
 from compose.hub_download import choose_files, download, list_files
 from compose.own_command import own_command
@@ -150,10 +150,12 @@ class ModelStore:
             with file_lock(self._directory / ".lock", say_waiting):
                 yield
         except OSError as error:
+            if is_out_of_space(error):
+                raise out_of_space("the model", self._directory) from error
             place = error.filename or self._directory
             raise CommandError(
-                f"cannot write to {place}: {error.strerror}; free some space there, or set "
-                "XDG_CACHE_HOME to another place"
+                f"cannot write to {place}: {error.strerror or error}; set XDG_CACHE_HOME to a "
+                "directory that can be written to"
             ) from error
 
 

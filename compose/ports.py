@@ -1,5 +1,6 @@
 """Loopback ports for the services, and a clear word when a port is taken."""
 
+import errno
 import random
 import socket
 from collections.abc import Sequence
@@ -57,7 +58,12 @@ def _can_bind(host: str, port: int) -> bool:
         raise CommandError(f"cannot listen on {host}: {error.strerror}") from error
     except PermissionError as error:
         raise CommandError(f"port {port} needs privileges: choose one above 1023") from error
-    except OSError:
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            cause = f"{error.strerror}"
+            if error.errno == errno.EADDRNOTAVAIL:
+                cause = "it is no address of this machine; 0.0.0.0 is all that it has"
+            raise CommandError(f"cannot listen on {host}: {cause}") from error
         return False
     return True
 

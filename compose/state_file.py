@@ -1,5 +1,6 @@
 """How a running line describes itself to other commands: one small JSON file per launcher."""
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -7,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
+
+from compose.errors import CommandError
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,16 @@ class LineState:
 
 
 class StateFile:
-    """The file of this process's line; `remove` it when the line has stopped."""
+    """The file of this process's line; `remove` it when the line has stopped.
+
+    The constructor and `write` raise CommandError where the place cannot be written to.
+    """
 
     def __init__(self, directory: Path, model: str, gateway_urls: Sequence[str]) -> None:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise _unusable(directory, error) from error
         self._path = directory / f"line-{os.getpid()}.json"
         self._model = model
         self._gateway_urls = tuple(gateway_urls)
@@ -50,11 +59,16 @@ class StateFile:
             services=tuple(services),
         )
         unfinished = self._path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(asdict(state)))
-        unfinished.replace(self._path)
+        try:
+            unfinished.write_text(json.dumps(asdict(state)))
+            unfinished.replace(self._path)
+        except OSError as error:
+            raise _unusable(self._path, error) from error
 
     def remove(self) -> None:
-        self._path.unlink(missing_ok=True)
+        # A place that has gone meanwhile holds no file either.
+        with contextlib.suppress(OSError):
+            self._path.unlink()
 
 
 def running_lines(directory: Path) -> list[LineState]:
@@ -63,10 +77,18 @@ def running_lines(directory: Path) -> list[LineState]:
     for path in directory.glob("line-*.json"):
         state = _read(path)
         if state is None:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
         else:
             lines.append(state)
     return sorted(lines, key=lambda line: line.launcher_started_at)
+
+
+def _unusable(path: Path, error: OSError) -> CommandError:
+    return CommandError(
+        f"cannot write to {path}: {error.strerror or error}; a running line is noted there: set "
+        "XDG_RUNTIME_DIR or XDG_CACHE_HOME to a directory that can be written to"
+    )
 
 
 def _read(path: Path) -> LineState | None:

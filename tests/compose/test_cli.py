@@ -94,3 +94,17 @@ def test_a_model_larger_than_the_memory_is_one_line(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "not enough memory" in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("place", ["/proc/nope", "file"])
+@pytest.mark.parametrize("command", [["up", "--port", "0", "--model", "m.gguf"], ["pull"]])
+def test_a_cache_that_cannot_be_used_is_one_line(
+    command: list[str], place: str, tmp_path: Path
+) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    (tmp_path / "file").touch()
+    arguments = [str(tmp_path / text) if text == "m.gguf" else text for text in command]
+    result = run(*arguments, XDG_CACHE_HOME=str(tmp_path / place), XDG_RUNTIME_DIR="")
+    assert result.returncode == 1
+    assert result.stderr.startswith("tokenline: cannot write to ")
+    assert len(result.stderr.splitlines()) == 1

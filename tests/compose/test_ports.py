@@ -43,3 +43,8 @@ def test_a_taken_port_is_reported_with_its_holder() -> None:
 def test_a_host_that_does_not_exist_is_reported() -> None:
     with pytest.raises(CommandError, match=r"cannot listen on no-such-host\.invalid"):
         require_free("no-such-host.invalid", 8000)
+
+
+def test_an_address_of_another_machine_is_reported_as_such() -> None:
+    with pytest.raises(CommandError, match=r"cannot listen on 192\.0\.2\.1: it is no address of"):
+        require_free("192.0.2.1", 8000)

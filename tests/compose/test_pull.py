@@ -1,5 +1,6 @@
 """`tokenline pull ORG/NAME` fetches what is served of a hub repository, and nothing else."""
 
+import errno
 import hashlib
 import json
 import os
@@ -9,9 +10,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from compose.errors import CommandError
-from compose.hub_download import Listing, RemoteFile, choose_files
+from compose.hub_download import Listing, RemoteFile, choose_files, download
+from compose.package_download import run_pip
 from tests.fakes.file_server import FileServer, StoredFile
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -125,6 +128,22 @@ def test_without_a_hub_the_error_names_the_setting(hub: FileServer, tmp_path: Pa
     assert result.returncode == 1
     assert "HF_ENDPOINT" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_full_disk_is_said_to_be_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("compose.hub_download.huggingface_hub.hf_hub_download", full)
+    with pytest.raises(CommandError, match="no space is left in"):
+        download(listing("m.gguf"), [RemoteFile("m.gguf", 1)], tmp_path, Console(quiet=True))
+
+
+def test_a_full_disk_of_pip_is_said_to_be_full(tmp_path: Path) -> None:
+    cause = f"ERROR: Could not install: [Errno 28] {os.strerror(errno.ENOSPC)}"
+    command = (sys.executable, "-c", f"print({cause!r}); raise SystemExit(1)")
+    with pytest.raises(CommandError, match=r"cannot fetch m\.gguf: no space is left in"):
+        run_pip(command, tmp_path / "m.gguf", lambda *_: None)
 
 
 def listing(*names: str) -> Listing:

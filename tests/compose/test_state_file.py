@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from compose.directories import cache_directory, state_directory
+from compose.errors import CommandError
 from compose.state_file import ServiceState, StateFile, running_lines
 
 SERVICES = [ServiceState("gateway", 1, "127.0.0.1:8000", 0), ServiceState("redis", 2, "x:1", 3)]
@@ -49,3 +50,19 @@ def test_directories_follow_the_environment(tmp_path: Path) -> None:
     # A relative XDG path is to be ignored; without a runtime directory the cache is used.
     assert cache_directory({"XDG_CACHE_HOME": "here"}) == Path.home() / ".cache" / "tokenline"
     assert state_directory({}) == Path.home() / ".cache" / "tokenline" / "run"
+
+
+def test_a_place_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file" / "run", Path("/proc/nope/run")):
+        with pytest.raises(CommandError, match=r"cannot write to .*XDG_CACHE_HOME"):
+            StateFile(place, "m.gguf", [])
+        assert running_lines(place) == []
+
+
+def test_a_place_that_has_gone_is_one_line_and_nothing_to_remove(tmp_path: Path) -> None:
+    file = StateFile(tmp_path / "run", "m.gguf", [])
+    (tmp_path / "run").rmdir()
+    with pytest.raises(CommandError, match="cannot write to"):
+        file.write(SERVICES)
+    file.remove()
