@@ -85,11 +85,18 @@ def _parse_bool(text: str) -> bool:
     raise ValueError(f"expected true or false, got {text!r}")
 
 
+def _parse_path(text: str) -> Path:
+    # Path("") is the working directory, which nobody means by it.
+    if not text.strip():
+        raise ValueError("expected a path, got nothing")
+    return Path(text).expanduser()
+
+
 _PARSERS: dict[Any, Callable[[str], Any]] = {
     int: int,
     float: float,
     str: str,
-    Path: lambda text: Path(text).expanduser(),
+    Path: _parse_path,
     bool: _parse_bool,
     tuple[str, ...]: parse_addresses,
 }

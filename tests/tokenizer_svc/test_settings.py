@@ -37,3 +37,8 @@ def test_values_out_of_range_are_reported_together() -> None:
         load("--model", "m", "--num-workers", "0", "--port", "70000", "--log-level", "loud")
     for flag in ("--num-workers", "--port", "--log-level"):
         assert flag in str(caught.value)
+
+
+def test_an_empty_path_is_refused() -> None:
+    with pytest.raises(StartupError, match="--model: expected a path, got nothing"):
+        load("--model", "")
