@@ -13,6 +13,7 @@ from gateway.identity import checked_identity
 from gateway.lanes import Lanes
 from gateway.openai_schema import ChatCompletionRequest
 from gateway.pipeline import Pipeline
+from gateway.refusals import counts_refusals
 from gateway.request_body import decode_body, read_body
 
 PATH: Final = "/v1/chat/completions"
@@ -37,6 +38,7 @@ class ChatCompletions:
         self._ping_seconds = ping_seconds
         self._model_text = model_text
 
+    @counts_refusals(PATH)
     async def create(self, request: Request) -> Response:
         identity = checked_identity(request)
         body = decode_body(await read_body(request, self._max_body_bytes), _decoder)

@@ -25,6 +25,7 @@ from gateway.lanes import Lanes, LineModel
 from gateway.legacy_logprobs import Lists, TextOffset, joined, output_logprobs, prompt_logprobs
 from gateway.openai_schema import CompletionRequest
 from gateway.pipeline import Pipeline
+from gateway.refusals import counts_refusals
 from gateway.request_body import decode_body, read_body
 from gateway.sse import event, json_text
 from protos.detok.v1 import detok_pb2
@@ -46,6 +47,7 @@ class Completions:
         self._max_body_bytes = max_body_bytes
         self._ping_seconds = ping_seconds
 
+    @counts_refusals(PATH)
     async def create(self, request: Request) -> Response:
         identity = checked_identity(request)
         body = decode_body(await read_body(request, self._max_body_bytes), _decoder)

@@ -15,6 +15,7 @@ from gateway.message_form import MessageForm
 from gateway.message_input import chat_request
 from gateway.message_schema import MessagesRequest, MessagesToCount
 from gateway.pipeline import Pipeline
+from gateway.refusals import counts_refusals
 from gateway.request_body import decode_body, read_body
 from protos.tokenizer.v1 import tokenizer_pb2
 
@@ -41,6 +42,7 @@ class Messages:
         self._ping_seconds = ping_seconds
         self._model_text = model_text
 
+    @counts_refusals(MESSAGES_PATH)
     async def create(self, request: Request) -> Response:
         identity = checked_identity(request)
         body = decode_body(await read_body(request, self._max_body_bytes), _decoder)

@@ -90,6 +90,10 @@ class Metrics:
             if start is not None and end is not None:
                 histogram.observe(end - start)
 
+    def note_refusal(self, endpoint: str) -> None:
+        """Counts a request that was wrong before it became live."""
+        self._finishes[endpoint, "error"] += 1
+
     def render(self) -> bytes:
         """The Prometheus text format."""
         return generate_latest(self._registry)

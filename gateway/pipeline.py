@@ -49,6 +49,7 @@ class Pipeline:
         ):
             encoded = await self._encode(job, request)
             rooms = [_max_tokens(job, len(token_ids)) for token_ids in encoded.prompts]
+            request.count_prompt_tokens(sum(map(len, encoded.prompts)))
             async with Generation(
                 request,
                 self._metrics,
@@ -62,6 +63,10 @@ class Pipeline:
                 request.on_cancel(generation.abort)
                 request.on_timeout(generation.time_out)
                 yield generation
+
+    def note_refusal(self, endpoint: str) -> None:
+        """A request of `endpoint` was wrong before there was a job to run."""
+        self._metrics.note_refusal(endpoint)
 
     async def _encode(self, job: Job, request: LiveRequest) -> _Encoded:
         """What the tokenizer makes of the job; a cancel or a timeout ends it."""
@@ -82,7 +87,6 @@ class Pipeline:
                 job.bad_words, job.model.vocab_size, self._lanes.encode
             )
         prompts: list[Sequence[int]] = [response.token_ids for response in responses]
-        request.count_prompt_tokens(sum(map(len, prompts)))
         in_reasoning = any(response.in_reasoning for response in responses)
         return _Encoded(prompts, in_reasoning, bad_words)
 

@@ -21,6 +21,7 @@ from gateway.identity import Identity, checked_identity
 from gateway.job import Job
 from gateway.lanes import Lanes
 from gateway.pipeline import Pipeline
+from gateway.refusals import counts_refusals
 from gateway.request_body import decode_body, read_body
 from gateway.requests_api import Requests
 from gateway.response_builder import ResponseBuilder
@@ -70,6 +71,7 @@ class Responses:
             task.cancel()
         await asyncio.gather(*self._in_background, return_exceptions=True)
 
+    @counts_refusals(PATH)
     async def create(self, request: Request) -> Response:
         identity = checked_identity(request)
         body = decode_body(await read_body(request, self._max_body_bytes), _decoder)

@@ -1,10 +1,12 @@
 """/metrics: what is counted, and that it adds up."""
 
+from typing import Any
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.histogram import Histogram
 from protos.common.v1 import common_pb2
-from tests.fakes.gateway_line import GatewayLine
+from tests.fakes.gateway_line import MODEL, GatewayLine
 from tests.fakes.scripted_detok import DetokScript, output
 
 STOP = common_pb2.FINISH_REASON_STOP
@@ -75,6 +77,27 @@ async def test_a_request_is_counted_in_every_place(line: GatewayLine) -> None:
         assert value(f"engine_{name}_total", engine=engine) == 0
     assert value("redis_up") == 1
     assert ("process_resident_memory_bytes", frozenset()) in found
+
+
+async def test_all_requests_that_are_wrong_count_alike_and_none_of_their_tokens(
+    line: GatewayLine,
+) -> None:
+    user = {"role": "user", "content": "hi"}
+    bodies: dict[str, list[dict[str, Any]]] = {
+        "/v1/chat/completions": [{"messages": 5}, {"messages": [user], "max_tokens": 5000}],
+        "/v1/completions": [{"prompt": ["hi", ""]}, {"prompt": "x" * 5000}, {"prompt": []}],
+        "/v1/messages": [{"messages": [user], "max_tokens": number} for number in (0, 5000)],
+        "/v1/responses": [{"input": 5}, {"input": "x" * 5000}],
+    }
+    for path, wrong in bodies.items():
+        for body in wrong:
+            response = await line.client.post(path, json={"model": MODEL, **body})
+            assert response.status_code == 400, response.text
+    found = await scrape(line)
+    assert found["tokenline_prompt_tokens_total", frozenset()] == 0
+    for path, wrong in bodies.items():
+        labels = frozenset({("endpoint", path), ("finish_reason", "error")})
+        assert found["tokenline_requests_total", labels] == len(wrong)
 
 
 def test_a_histogram_counts_into_cumulative_buckets() -> None:
