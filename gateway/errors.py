@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.message_errors import message_error_body
+from gateway.message_errors import message_error_body, shown_message
 from protos.common.v1 import common_pb2
 from protos.wire.errors import (
     InternalError,
@@ -54,7 +54,7 @@ def error_body(error: TokenlineError) -> dict[str, Any]:
     """`{"error": {"message", "type", "param", "code"}}`; empty words become null."""
     return {
         "error": {
-            "message": error.message,
+            "message": shown_message(error),
             "type": _TYPES.get(type(error), "invalid_request_error"),
             "param": error.param or None,
             "code": error.code or None,

@@ -16,9 +16,21 @@ _TYPES: Final = {
 }
 
 
+# Messages may quote what a client sent.
+_MAX_MESSAGE_CHARACTERS: Final = 2000
+
+
+def shown_message(error: TokenlineError) -> str:
+    """The message, cut where it is too long for anyone to read."""
+    message = error.message
+    if len(message) <= _MAX_MESSAGE_CHARACTERS:
+        return message
+    return f"{message[:_MAX_MESSAGE_CHARACTERS]}…"
+
+
 def message_error_body(error: TokenlineError) -> dict[str, Any]:
     """`{"type": "error", "error": {"type", "message"}}`; the message names the field at fault."""
-    message = error.message
+    message = shown_message(error)
     if error.param and error.param not in message:
         message = f"{error.param}: {message}"
     return {"type": "error", "error": {"type": _type(error.http_status), "message": message}}

@@ -113,7 +113,7 @@ class Responses:
                 "stream",
             )
         after = request.query_params.get("starting_after", "-1")
-        if not after.removeprefix("-").isdigit() or len(after) > 10:
+        if not after.removeprefix("-").isdecimal() or len(after) > 10:
             raise invalid_value("`starting_after` must be an event's number.", "starting_after")
         return self._followed(tenant, stored, max(0, int(after) + 1))
 

@@ -85,6 +85,14 @@ async def test_bug_30_an_unknown_model_is_404(
     assert check_error(response, 404, "model")["code"] == "model_not_found"
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+async def test_a_message_that_quotes_the_request_stays_short(line: GatewayLine, path: str) -> None:
+    body = {**CHAT, "prompt": "hi", "max_tokens": 1, "model": "m" * (1 << 20)}
+    response = await line.client.post(path, json=body)
+    assert response.status_code == 404
+    assert len(response.content) < 3000
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_bug_30_what_the_template_refuses_is_400(line: GatewayLine, stream: bool) -> None:
     line.tokenizer.error = TEMPLATE_REFUSES

@@ -306,6 +306,12 @@ async def test_a_background_stream_is_taken_up_again_by_another_gateway(
     assert [event.sequence_number for event in seen] == list(range(len(seen)))
     assert seen[-1].type == "response.completed"
     assert seen[-1].response.output_text == "ab"
+    for number in ("x", "-", "", "\N{SUPERSCRIPT TWO}", "9" * 11):
+        refused = await line.client.get(
+            f"/v1/responses/{response_id}", params={"stream": "true", "starting_after": number}
+        )
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "starting_after"
 
 
 async def test_a_background_response_is_cancelled_by_any_gateway(
