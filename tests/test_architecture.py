@@ -213,9 +213,9 @@ def test_the_top_level_is_as_designed() -> None:
         ("engine_svc.planning.scheduler", "engine_svc.compute.executor"),
         ("engine_svc.compute.executor", "grpc"),
         ("kernels.cpu.linear", "engine_svc.planning.request"),
-        ("compose.cli", "torch"),
-        ("compose.cli", "grpc"),
-        ("compose.cli", "gateway.app"),
+        ("compose.commands", "torch"),
+        ("compose.commands", "grpc"),
+        ("compose.commands", "gateway.app"),
         ("protos.wire.server", "gateway.app"),
     ],
 )

@@ -21,7 +21,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 def test_the_command_loads_nothing_heavy() -> None:
-    code = "import sys, compose.cli; print(*sys.modules)"
+    code = "import sys, compose.cli, compose.commands; print(*sys.modules)"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
@@ -108,3 +108,20 @@ def test_a_cache_that_cannot_be_used_is_one_line(
     assert result.returncode == 1
     assert result.stderr.startswith("tokenline: cannot write to ")
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_ctrl_c_while_the_command_is_loaded_is_quiet() -> None:
+    """The signal comes in the middle of the import of what the commands need."""
+    code = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+import compose.cli
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
