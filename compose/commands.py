@@ -29,6 +29,16 @@ from compose.state_file import running_lines
 _DEFAULT_PORT: Final = 8000
 _ENGINE_PANEL: Final = "Engine options (each engine's own default where not given)"
 
+_ApiKey = Annotated[
+    str,
+    typer.Option(
+        envvar="TOKENLINE_API_KEY",
+        show_envvar=True,
+        show_default=False,
+        help="The key, for gateways that ask for one; other users can see flags, not variables.",
+    ),
+]
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -183,6 +193,7 @@ def chat(
     url: Annotated[
         str, typer.Option(help="Where the API is; empty: the line that runs on this machine.")
     ] = "",
+    api_key: _ApiKey = "",
     system: Annotated[str, typer.Option(help="A system message to begin with.")] = "",
     temperature: Annotated[
         float,
@@ -201,19 +212,19 @@ def chat(
 ) -> None:
     """Talks with the model; answers stream, with their tokens per second."""
     console = Console()
-    with GatewayClient(url or _local_url()) as client:
+    with GatewayClient(url or _local_url(), api_key) as client:
         conversation = Conversation(client, console, system, temperature, max_tokens)
         code = talk(conversation, console) if question is None else ask_once(conversation, question)
     raise typer.Exit(code)
 
 
 @app.command()
-def ps() -> None:
+def ps(api_key: _ApiKey = "") -> None:
     """Shows the processes of each running line, and the requests that are live."""
     lines = running_lines(state_directory())
     if not lines:
         raise CommandError(f"no line runs here: start one with `{own_command()} up`")
-    show_lines(lines, Console())
+    show_lines(lines, Console(), api_key)
 
 
 def _local_url() -> str:

@@ -48,13 +48,17 @@ class LiveRequest:
 
 
 class GatewayClient:
-    """A connection to one gateway. Every failure is raised as CommandError."""
+    """A connection to one gateway. Every failure is raised as CommandError.
 
-    def __init__(self, url: str) -> None:
+    `api_key` is sent with each request where there is one.
+    """
+
+    def __init__(self, url: str, api_key: str = "") -> None:
         self._url = _base_url(url)
         # No read limit: the first token of a long prompt can take its time.
         timeout = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
-        self._http = httpx2.Client(base_url=self._url, timeout=timeout)
+        headers = {"authorization": f"Bearer {_checked_key(api_key)}"} if api_key else {}
+        self._http = httpx2.Client(base_url=self._url, timeout=timeout, headers=headers)
 
     def __enter__(self) -> Self:
         return self
@@ -114,6 +118,10 @@ class GatewayClient:
             with self._http.stream(method, path, json=body) as answer:
                 if body is None or answer.is_error:
                     answer.read()
+                if answer.status_code == httpx2.codes.UNAUTHORIZED:
+                    raise CommandError(
+                        f"{_error_text(answer)} Give a key with --api-key or TOKENLINE_API_KEY"
+                    )
                 if answer.is_error:
                     raise CommandError(_error_text(answer))
                 yield answer
@@ -141,6 +149,13 @@ def _base_url(url: str) -> str:
     if not is_url or any(character.isspace() for character in url):
         raise CommandError(f"--url: expected a URL such as http://127.0.0.1:8000, got {url!r}")
     return whole.rstrip("/").removesuffix("/v1")
+
+
+def _checked_key(api_key: str) -> str:
+    """`api_key` if a header can carry it; raises CommandError, which does not show it."""
+    if not (api_key.isascii() and api_key.isprintable()) or api_key != api_key.strip():
+        raise CommandError("--api-key: a key has neither white space around it nor odd characters")
+    return api_key
 
 
 def _live_request(record: Mapping[str, Any]) -> LiveRequest:

@@ -26,8 +26,11 @@ class ProcessUsage:
     uptime_seconds: float
 
 
-def show_lines(lines: Sequence[LineState], console: Console) -> None:
-    """Prints a table of processes and one of requests for each line."""
+def show_lines(lines: Sequence[LineState], console: Console, api_key: str = "") -> None:
+    """Prints a table of processes and one of requests for each line.
+
+    `api_key` is for gateways that ask for one.
+    """
     if not console.is_terminal:
         # What reads a pipe has no width: nothing is cut off for it.
         console.width = _PIPE_WIDTH
@@ -35,14 +38,14 @@ def show_lines(lines: Sequence[LineState], console: Console) -> None:
     for line in lines:
         gateways = ", ".join(line.gateway_urls)
         console.print(
-            f"{_served_name(line)} at {gateways} (launcher {line.launcher_pid})",
+            f"{_served_name(line, api_key)} at {gateways} (launcher {line.launcher_pid})",
             soft_wrap=True,
             markup=False,
             highlight=False,
         )
         console.print(_service_table(line.services, processes))
         try:
-            requests = _live_requests(line.gateway_urls)
+            requests = _live_requests(line.gateway_urls, api_key)
         except CommandError as error:
             console.print(f"no list of requests: {error}", soft_wrap=True, markup=False)
             continue
@@ -97,20 +100,20 @@ def _service_table(
     return table
 
 
-def _served_name(line: LineState) -> str:
+def _served_name(line: LineState, api_key: str) -> str:
     """The model's name in the API; that of its file while the line serves none."""
     try:
-        with GatewayClient(line.gateway_urls[0]) as client:
+        with GatewayClient(line.gateway_urls[0], api_key) as client:
             return client.model().name
     except CommandError:
         return line.model
 
 
-def _live_requests(gateway_urls: Sequence[str]) -> list[LiveRequest]:
+def _live_requests(gateway_urls: Sequence[str], api_key: str) -> list[LiveRequest]:
     """The requests that any of the gateways knows, each once."""
     found: dict[str, LiveRequest] = {}
     for url in gateway_urls:
-        with GatewayClient(url) as client:
+        with GatewayClient(url, api_key) as client:
             found.update((request.request_id, request) for request in client.live_requests())
     return list(found.values())
 

@@ -246,3 +246,25 @@ def test_the_rate_counts_from_first_to_last_token() -> None:
     answer = Answer(text="x", num_tokens=11, first_token_seconds=1.0, seconds=3.0)
     assert answer.summary == "11 tokens, 5.0 tokens/s, first after 1.00 s"
     assert Answer().summary == "0 tokens"
+
+
+def test_a_gateway_that_asks_for_a_key_gets_it(gateway: StandInGateway, url: str) -> None:
+    gateway.api_key = "tl-secret"
+    for arguments, environment in (
+        (["--api-key", "tl-secret"], {}),
+        ([], {"TOKENLINE_API_KEY": "tl-secret"}),
+    ):
+        result = run_chat(url, "Where?", *arguments, **environment)
+        assert (result.returncode, result.stdout) == (0, "It is Paris.\nReally\n")
+    for key in ("", "tl-other"):
+        result = run_chat(url, "Where?", TOKENLINE_API_KEY=key)
+        assert result.returncode == 1
+        assert "No key. Give a key with --api-key or TOKENLINE_API_KEY" in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("key", ["tl-\u00e9", "a\nb", " secret"])
+def test_a_key_that_no_header_can_carry_is_one_line(key: str) -> None:
+    with pytest.raises(CommandError, match="--api-key: a key has neither") as caught:
+        GatewayClient("http://127.0.0.1:9", key)
+    assert key not in str(caught.value)

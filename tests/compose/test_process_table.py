@@ -39,13 +39,13 @@ def url(gateway: StandInGateway) -> Iterator[str]:
         yield url
 
 
-def show(*urls: str) -> list[list[str]]:
+def show(*urls: str, api_key: str = "") -> list[list[str]]:
     services = (
         ServiceState("engine_svc", os.getpid(), "127.0.0.1:20001", 2),
         ServiceState("gateway", 2**22 + 1, "127.0.0.1:8000", 0),
     )
     console = Console(file=io.StringIO(), width=40)
-    show_lines([LineState(1, 0.0, "m.gguf", urls, services)], console)
+    show_lines([LineState(1, 0.0, "m.gguf", urls, services)], console, api_key)
     assert isinstance(console.file, io.StringIO)
     return [line.split() for line in console.file.getvalue().splitlines()]
 
@@ -88,3 +88,13 @@ def test_no_request_and_no_gateway_are_said(url: str) -> None:
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_a_gateway_that_asks_for_a_key_is_asked_with_it(gateway: StandInGateway, url: str) -> None:
+    gateway.api_key = "tl-secret"
+    gateway.requests = [live_request()]
+    with_key = [" ".join(row) for row in show(url, api_key="tl-secret")]
+    assert any(row.startswith("chatcmpl-1 ") for row in with_key)
+    assert with_key[0].startswith("stand-in at ")
+    without = " ".join(" ".join(row) for row in show(url))
+    assert "--api-key or TOKENLINE_API_KEY" in without

@@ -22,6 +22,8 @@ class StandInGateway:
         self.ready_engines = [True]
         self.redis = "connected"
         self.max_model_len = 4096
+        # Asked for where it is not empty.
+        self.api_key = ""
         self.app = Starlette(
             routes=[
                 Route("/readyz", self._readyz),
@@ -40,14 +42,25 @@ class StandInGateway:
         }
         return JSONResponse(body, 503 if self.missing else 200)
 
+    def _refused(self, request: Request) -> Response | None:
+        if not self.api_key or request.headers.get("authorization") == f"Bearer {self.api_key}":
+            return None
+        return JSONResponse({"error": {"message": "No key."}}, 401)
+
     async def _models(self, request: Request) -> Response:
+        if (refused := self._refused(request)) is not None:
+            return refused
         model = {"id": "stand-in", "object": "model", "max_model_len": self.max_model_len}
         return JSONResponse({"object": "list", "data": [] if self.missing else [model]})
 
     async def _requests(self, request: Request) -> Response:
+        if (refused := self._refused(request)) is not None:
+            return refused
         return JSONResponse({"object": "list", "data": self.requests})
 
     async def _chat(self, request: Request) -> Response:
+        if (refused := self._refused(request)) is not None:
+            return refused
         self.bodies.append(await request.json())
         if self.refusal is not None:
             status, body = self.refusal
