@@ -196,7 +196,7 @@ async def test_bad_words_are_banned_with_and_without_a_leading_blank(line: Gatew
         ("metadata", {"metadata": {str(index): "" for index in range(17)}}),
         ("metadata", {"metadata": {"k" * 65: ""}}),
         ("metadata", {"metadata": {"k": "v" * 513}}),
-        ("metadata[...]", {"metadata": {"k": 1}}),
+        ("metadata", {"metadata": {"k": 1}}),
     ],
 )
 async def test_what_is_out_of_range_is_refused_and_named(
