@@ -179,12 +179,20 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
         """Runs `encode` off the event loop, and builds the reply there as well."""
 
         def work() -> tuple[tokenizer_pb2.EncodeResponse, int]:
-            token_ids = encode()
-            response = tokenizer_pb2.EncodeResponse(token_ids=token_ids)
-            if with_strings:
-                response.token_strings.extend(self._decoder.token_strings(token_ids))
-            if len(response.token_ids) > _LONG_PROMPT:
-                release_free_memory()
+            num_tokens = 0
+            try:
+                token_ids = encode()
+                num_tokens = len(token_ids)
+                response = tokenizer_pb2.EncodeResponse(token_ids=token_ids)
+                if with_strings:
+                    response.token_strings.extend(self._decoder.token_strings(token_ids))
+            except InvalidRequest:
+                # Refused for more tokens than any list is made of.
+                num_tokens = _LONG_PROMPT + 1
+                raise
+            finally:
+                if num_tokens > _LONG_PROMPT:
+                    release_free_memory()
             return response, response.ByteSize()
 
         response, size = await asyncio.get_running_loop().run_in_executor(self._executor, work)
