@@ -201,6 +201,7 @@ def test_ctrl_c_at_the_prompt_gives_up_the_line_only(url: str) -> None:
         terminal.expect("Ctrl-D ends the conversation.")
         terminal.type("Where?\n")
         terminal.expect("7 tokens")
+        terminal.expect("> ")
         terminal.type("\x04")
         assert process.wait(30) == 0
 
