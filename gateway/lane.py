@@ -16,6 +16,7 @@ from protos.engine.v1 import engine_pb2, engine_pb2_grpc
 from protos.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from protos.wire.channel import open_channel
 from protos.wire.errors import RequestTimeout, from_rpc_error
+from protos.wire.logs import request_metadata
 from protos.wire.multiplex_client import StreamClient
 from protos.wire.stream_adapter import detok_adapter
 
@@ -116,7 +117,7 @@ class TokenizerLane(Lane[tokenizer_pb2.GetStatusResponse]):
 
     async def _ask(self, call: Callable[..., Awaitable[Any]], request: object) -> Any:
         try:
-            return await call(request, timeout=_ENCODE_TIMEOUT_SECONDS)
+            return await call(request, timeout=_ENCODE_TIMEOUT_SECONDS, metadata=request_metadata())
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise RequestTimeout(

@@ -14,7 +14,8 @@ from typing import Final
 @dataclass(frozen=True, slots=True)
 class _RequestContext:
     request_id: str
-    trace_id: str
+    traceparent: str
+    shown: str
 
 
 _CONTEXT: contextvars.ContextVar[_RequestContext | None] = contextvars.ContextVar(
@@ -32,7 +33,7 @@ class _Formatter(logging.Formatter):
         context = _CONTEXT.get()
         if context is None:
             return line
-        return f"{line} request_id={context.request_id} trace_id={context.trace_id}"
+        return f"{line} {context.shown}"
 
 
 def configure_logging(service: str, level: str = "info") -> None:
@@ -48,11 +49,20 @@ def request_context(request_id: str, traceparent: str) -> Iterator[None]:
     match = _TRACEPARENT.fullmatch(traceparent)
     # An id comes from outside: it must not begin a line of its own, or fill the log.
     shown = _NOT_SHOWN.sub("?", request_id[:_MAX_SHOWN_ID])
-    token = _CONTEXT.set(_RequestContext(shown, match[1] if match else ""))
+    shown = f"request_id={shown} trace_id={match[1] if match else ''}"
+    token = _CONTEXT.set(_RequestContext(request_id, traceparent, shown))
     try:
         yield
     finally:
         _CONTEXT.reset(token)
+
+
+def request_metadata() -> tuple[tuple[str, str], ...]:
+    """What a unary call made inside a `request_context` carries, so that it goes on there."""
+    context = _CONTEXT.get()
+    if context is None:
+        return ()
+    return (("x-request-id", context.request_id), ("traceparent", context.traceparent))
 
 
 def new_traceparent() -> str:

@@ -8,6 +8,7 @@ fewer, larger outputs, and what waits for it is bounded by what its sequences ma
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any, Final, Generic, Protocol
 
 import grpc
@@ -138,13 +139,21 @@ async def serve_stream(
         outbox.close()
         for sequence_id in live:
             handler.abort(sequence_id, outbox)
-        # A status must not be sent into the middle of a write; one that its reader holds up is
-        # given up.
-        await asyncio.wait((writer,), timeout=_LAST_WRITE_SECONDS)
-        writer.cancel()
-        await asyncio.gather(writer, return_exceptions=True)
+        ending = asyncio.create_task(_end(writer))
+        while not ending.done():
+            # gRPC loses a status that is sent into the middle of a write, and the caller would
+            # wait for ever: not even a second cancel may cut this short.
+            with suppress(asyncio.CancelledError):
+                await asyncio.shield(ending)
     if fault:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, fault)
+
+
+async def _end(writer: asyncio.Task[None]) -> None:
+    """Lets the writer end its last write; one that its reader holds up is given up."""
+    await asyncio.wait((writer,), timeout=_LAST_WRITE_SECONDS)
+    writer.cancel()
+    await asyncio.gather(writer, return_exceptions=True)
 
 
 async def _take_commands(

@@ -18,20 +18,32 @@ from protos.wire.errors import (
     TokenlineError,
     to_proto,
 )
+from protos.wire.logs import request_context
 
 logger = logging.getLogger(__name__)
 
 
-class _TypedErrors(grpc.aio.ServerInterceptor):
-    """Turns what a unary handler raises into a gRPC status with a typed detail."""
+class _UnaryCalls(grpc.aio.ServerInterceptor):
+    """Runs unary handlers in their request's log context, and turns what they raise into a gRPC
+    status with a typed detail.
+    """
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
         if handler is None or handler.unary_unary is None:
             return handler
         method = handler_call_details.method
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        request_id = str(metadata.get("x-request-id", ""))
+        traceparent = str(metadata.get("traceparent", ""))
 
         async def unary(request: Any, context: Any) -> Any:
+            if not request_id:
+                return await answer(request, context)
+            with request_context(request_id, traceparent):
+                return await answer(request, context)
+
+        async def answer(request: Any, context: Any) -> Any:
             try:
                 return await handler.unary_unary(request, context)
             except TokenlineError as error:
@@ -69,7 +81,7 @@ class GrpcServer:
     ) -> None:
         self.service = service
         self.grpc = grpc.aio.server(
-            interceptors=[_TypedErrors()],
+            interceptors=[_UnaryCalls()],
             options=[
                 *message_limits(max_message_bytes),
                 ("grpc.so_reuseport", 0),

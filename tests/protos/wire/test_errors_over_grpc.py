@@ -12,6 +12,7 @@ from protos.wire import errors
 from protos.wire.channel import open_channel
 from protos.wire.errors import StartupError, TokenlineError, from_proto, from_rpc_error, to_proto
 from protos.wire.health_check import is_serving
+from protos.wire.logs import new_traceparent, request_context, request_metadata
 from protos.wire.server import GrpcServer
 
 SERVICE = "protos.tokenizer.v1.TokenizerService"
@@ -31,10 +32,12 @@ CLASSES = [
 class Raising(tokenizer_pb2_grpc.TokenizerServiceServicer):
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
+        self.seen: list[tuple[tuple[str, str], ...]] = []
 
     async def Encode(
         self, request: tokenizer_pb2.EncodeRequest, context: object
     ) -> tokenizer_pb2.EncodeResponse:
+        self.seen.append(request_metadata())
         if self.error is not None:
             raise self.error
         return tokenizer_pb2.EncodeResponse(token_ids=[1] * len(request.text.text))
@@ -124,3 +127,13 @@ async def test_a_burst_of_calls_is_served_whole() -> None:
         request = tokenizer_pb2.EncodeRequest(text=tokenizer_pb2.TextPrompt(text="ab"))
         answers = await asyncio.gather(*(stub.Encode(request) for _ in range(3000)))
     assert all(list(answer.token_ids) == [1, 1] for answer in answers)
+
+
+async def test_a_unary_call_goes_on_in_its_requests_log_context() -> None:
+    servicer = Raising()
+    traceparent = new_traceparent()
+    async with serving(servicer) as (_, stub):
+        with request_context("request-7", traceparent):
+            await stub.Encode(tokenizer_pb2.EncodeRequest(), metadata=request_metadata())
+        await stub.Encode(tokenizer_pb2.EncodeRequest(), metadata=request_metadata())
+    assert servicer.seen == [(("x-request-id", "request-7"), ("traceparent", traceparent)), ()]
