@@ -11,7 +11,9 @@ import uvicorn
 @contextmanager
 def serve_app(app: Any) -> Iterator[str]:
     """Yields the URL at which `app` answers."""
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
+    # No log_level and no log_config: they would change the loggers of the whole process, and with
+    # them what later tests see.
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="off")
     server = uvicorn.Server(config)
     socket = config.bind_socket()
     thread = threading.Thread(target=server.run, args=([socket],))

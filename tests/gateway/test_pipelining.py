@@ -73,7 +73,7 @@ async def test_what_cannot_be_parsed_does_not_disturb_the_answer_before_it(
         else:
             await until(lambda: bool(line.detok.submitted))
         writer.write(behind)
-        with caplog.at_level(logging.WARNING):
+        with caplog.at_level(logging.WARNING, logger="uvicorn.error"):
             await until(lambda: "Invalid HTTP" in caplog.text or len(behind) > 1 << 16)
             # Whatever is sent after that is not looked at.
             writer.write(request("/v1/models"))
