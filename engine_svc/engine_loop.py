@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 # A step may fail for its requests' sake; this many in a row mean that nothing works any more.
 _MAX_FAILED_STEPS_IN_A_ROW: Final = 3
+# Deliveries that the event loop has yet to make; at so many the thread waits for it. Otherwise
+# steps that are quicker than their delivery would keep the loop from reading even an abort.
+_MAX_UNDELIVERED: Final = 8
 
 
 class Executor(Protocol):
@@ -58,6 +61,7 @@ class EngineLoop:
         self._on_failure = on_failure
         # Run by the thread between steps, in order; what they return is published.
         self._commands: queue.SimpleQueue[Callable[[], list[RequestOutput]]] = queue.SimpleQueue()
+        self._undelivered = threading.Semaphore(_MAX_UNDELIVERED)
         self._load = scheduler.load
         self._stopping = False
         self._num_failed_steps_in_a_row = 0
@@ -156,7 +160,13 @@ class EngineLoop:
         """Hands outputs to the event loop, all in one call: waking it costs more than a token."""
         self._load = self._scheduler.load
         if outputs:
-            self._event_loop.call_soon_threadsafe(self._deliver, outputs)
+            self._undelivered.acquire()
+            self._event_loop.call_soon_threadsafe(self._deliver_next, outputs)
+
+    def _deliver_next(self, outputs: list[RequestOutput]) -> None:
+        """On the event loop."""
+        self._undelivered.release()
+        self._deliver(outputs)
 
     def _add(self, request: Request) -> list[RequestOutput]:
         try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -203,6 +204,26 @@ async def test_repeated_failures_end_the_engine_and_every_request_once() -> None
         assert kinds == [InternalError] * 2 + [Unavailable] * 3
         with pytest.raises(Unavailable):
             loop.submit(request("f"))
+
+
+async def test_steps_quicker_than_their_delivery_wait_for_the_event_loop() -> None:
+    executor = FakeExecutor()
+    ahead: list[int] = []
+
+    class SlowCollector(Collector):
+        def deliver(self, outputs: list[RequestOutput]) -> None:
+            super().deliver(outputs)
+            time.sleep(0.001)
+            ahead.append(executor.num_steps - len(self.deliveries))
+
+    collector = SlowCollector()
+    scheduler = Scheduler(scheduler_config(executor))
+    async with EngineLoop(
+        scheduler, executor, collector.deliver, on_failure=collector.failed.set
+    ) as loop:
+        loop.submit(request("a", max_tokens=300))
+        assert len((await collector.finish_of("a")).token_ids) == 300
+    assert max(ahead) <= 10
 
 
 async def test_leaving_the_block_ends_what_still_runs() -> None:

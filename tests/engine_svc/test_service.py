@@ -18,6 +18,11 @@ def prompt_of(length: int, number: int = 0) -> list[int]:
     return [(7 * index + 13 * number + 1) % 64 for index in range(length)]
 
 
+def take_a_millisecond(plan: StepPlan) -> None:
+    """For steps that no machine makes faster than a test that means to end them midway."""
+    time.sleep(0.001)
+
+
 async def wait_until_idle(client: EngineClient, seconds: float) -> common_pb2.EngineLoad:
     """The load once nothing runs or waits; AssertionError when that takes longer."""
     deadline = time.monotonic() + seconds
@@ -69,7 +74,8 @@ async def test_bad_requests_end_with_an_error_that_names_the_field() -> None:
 
 
 async def test_a_full_queue_is_told_as_overload() -> None:
-    async with run_engine(FakeExecutor(), max_num_seqs=1, max_waiting=2) as engine:
+    executor = FakeExecutor(before_step=take_a_millisecond)
+    async with run_engine(executor, max_num_seqs=1, max_waiting=2) as engine:
         answers = [engine.client.submit([1], proto_sampling(500))[1] for _ in range(20)]
         await asyncio.gather(*(answer.ended.wait() for answer in answers))
         kinds = [answer.finish.error.kind for answer in answers if answer.finish.HasField("error")]
@@ -80,7 +86,7 @@ async def test_a_full_queue_is_told_as_overload() -> None:
 async def test_bug_63_engine_part_three_hundred_aborts_leave_nothing_running_and_nothing_held() -> (
     None
 ):
-    executor = FakeExecutor(num_blocks=700, max_model_len=20_000)
+    executor = FakeExecutor(num_blocks=700, max_model_len=20_000, before_step=take_a_millisecond)
     rng = random.Random(63)
     async with run_engine(executor) as engine:
         client = engine.client
@@ -106,7 +112,7 @@ async def test_bug_63_engine_part_three_hundred_aborts_leave_nothing_running_and
 
 
 async def test_bug_63_a_stream_that_closes_takes_its_sequences_with_it() -> None:
-    executor = FakeExecutor(num_blocks=700, max_model_len=20_000)
+    executor = FakeExecutor(num_blocks=700, max_model_len=20_000, before_step=take_a_millisecond)
     async with run_engine(executor) as engine:
         answers = [
             engine.client.submit(prompt_of(20, number), proto_sampling(10_000))[1]
@@ -177,7 +183,7 @@ async def test_draining_refuses_new_sequences_and_lets_running_ones_end() -> Non
 
 
 async def test_what_still_runs_after_the_grace_time_ends_as_unavailable() -> None:
-    executor = FakeExecutor(num_blocks=700, max_model_len=20_000)
+    executor = FakeExecutor(num_blocks=700, max_model_len=20_000, before_step=take_a_millisecond)
     async with run_engine(executor, drain_seconds=0.05) as engine:
         _, running = engine.client.submit([1, 2], proto_sampling(11_000))
         await until(lambda: bool(running.token_ids))
