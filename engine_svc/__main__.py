@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 
 from engine_svc.compute.executor import Executor, ExecutorConfig
 from engine_svc.compute.grammar_compiler import GrammarCompiler
+from engine_svc.engine_loop import engine_thread
 from engine_svc.planning.limits import SchedulerConfig
 from engine_svc.service import EngineService
 from engine_svc.settings import Settings
@@ -30,7 +31,8 @@ async def serve(settings: Settings) -> None:
             name=model_name(settings.model), fingerprint=fingerprint(settings.model)
         )
         fetching = asyncio.create_task(fetch_unless_stopped(settings.tokenizer, stop))
-        executor = await asyncio.to_thread(load_executor, settings)
+        thread = engine_thread()
+        executor = await asyncio.get_running_loop().run_in_executor(thread, load_executor, settings)
         compiler = await load_grammars(await fetching, model, executor)
         # What the load left behind lives as long as the process; the collector need not look at
         # it in the middle of a step.
@@ -41,7 +43,7 @@ async def serve(settings: Settings) -> None:
             if compiler is not None:
                 stack.enter_context(compiler)
             service = await stack.enter_async_context(
-                EngineService(executor, config, model, stop.set, compiler)
+                EngineService(executor, config, model, stop.set, thread, compiler)
             )
             engine_pb2_grpc.add_EngineServiceServicer_to_server(service, server.grpc)
             await server.serve_until_stopped(

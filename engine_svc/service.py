@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -36,7 +37,7 @@ class SequenceKey:
 
 
 class EngineService(engine_pb2_grpc.EngineServiceServicer):
-    """Serves one model. An async context manager, which runs the engine's thread.
+    """Serves one model. An async context manager, which computes on `thread`.
 
     `on_failure` is called when the engine cannot go on; `failure` then says why. Without a
     `compiler`, requests with a grammar are refused.
@@ -48,9 +49,10 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         config: SchedulerConfig,
         model: common_pb2.ModelIdentity,
         on_failure: Callable[[], None],
+        thread: ThreadPoolExecutor,
         compiler: Compiler | None = None,
     ) -> None:
-        self._engine = EngineLoop(Scheduler(config), executor, self._deliver, on_failure)
+        self._engine = EngineLoop(Scheduler(config), executor, self._deliver, on_failure, thread)
         self._gate = GrammarGate(compiler, self._engine.submit, self._deliver)
         self._vocab_size = executor.vocab_size
         self._config = config

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from engine_svc.engine_loop import EngineLoop
+from engine_svc.engine_loop import EngineLoop, engine_thread
 from engine_svc.planning.errors import KvCapacityExceeded
 from engine_svc.planning.request import FinishReason, Request, RequestOutput
 from engine_svc.planning.scheduler import Scheduler
@@ -42,14 +42,15 @@ class Collector:
 
 @asynccontextmanager
 async def running_loop(
-    executor: FakeExecutor, **limits: int
+    executor: FakeExecutor, collector: Collector | None = None, **limits: int
 ) -> AsyncIterator[tuple[EngineLoop, Collector]]:
-    collector = Collector()
+    collector = collector or Collector()
     scheduler = Scheduler(scheduler_config(executor, **limits))
-    async with EngineLoop(
-        scheduler, executor, collector.deliver, on_failure=collector.failed.set
-    ) as loop:
-        yield loop, collector
+    with engine_thread() as thread:
+        async with EngineLoop(
+            scheduler, executor, collector.deliver, collector.failed.set, thread
+        ) as loop:
+            yield loop, collector
 
 
 def request(key: str, *, length: int = 5, max_tokens: int = 4) -> Request:
@@ -216,11 +217,7 @@ async def test_steps_quicker_than_their_delivery_wait_for_the_event_loop() -> No
             time.sleep(0.001)
             ahead.append(executor.num_steps - len(self.deliveries))
 
-    collector = SlowCollector()
-    scheduler = Scheduler(scheduler_config(executor))
-    async with EngineLoop(
-        scheduler, executor, collector.deliver, on_failure=collector.failed.set
-    ) as loop:
+    async with running_loop(executor, SlowCollector()) as (loop, collector):
         loop.submit(request("a", max_tokens=300))
         assert len((await collector.finish_of("a")).token_ids) == 300
     assert max(ahead) <= 10
@@ -235,4 +232,4 @@ async def test_leaving_the_block_ends_what_still_runs() -> None:
     finish = (await collector.finish_of("a")).finish
     assert finish is not None
     assert isinstance(finish.error, Unavailable)
-    assert not any(thread.name == "engine" for thread in threading.enumerate())
+    assert not any(thread.name.startswith("engine") for thread in threading.enumerate())

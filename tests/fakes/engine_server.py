@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_svc.engine_loop import Executor
+from engine_svc.engine_loop import Executor, engine_thread
 from engine_svc.planning.limits import SchedulerConfig
 from engine_svc.service import EngineService
 from protos.common.v1 import common_pb2
@@ -112,26 +112,27 @@ async def run_engine(
     stop = asyncio.Event()
     config = scheduler_config(executor, **limits)
     model = common_pb2.ModelIdentity(name="fake", fingerprint="0123")
-    async with (
-        GrpcServer("engine_svc", "127.0.0.1", 0) as server,
-        EngineService(executor, config, model, on_failure=stop.set) as service,
-    ):
-        engine_pb2_grpc.add_EngineServiceServicer_to_server(service, server.grpc)
-        serving = asyncio.create_task(
-            server.serve_until_stopped(
-                stop,
-                services=[SERVICE],
-                drain=lambda: service.drain(drain_seconds),
-                grace_seconds=drain_seconds + 5.0,
+    with engine_thread() as thread:
+        async with (
+            GrpcServer("engine_svc", "127.0.0.1", 0) as server,
+            EngineService(executor, config, model, stop.set, thread) as service,
+        ):
+            engine_pb2_grpc.add_EngineServiceServicer_to_server(service, server.grpc)
+            serving = asyncio.create_task(
+                server.serve_until_stopped(
+                    stop,
+                    services=[SERVICE],
+                    drain=lambda: service.drain(drain_seconds),
+                    grace_seconds=drain_seconds + 5.0,
+                )
             )
-        )
-        async with open_channel(server.address) as channel:
-            stub = engine_pb2_grpc.EngineServiceStub(channel)
-            stream: StreamClient[Any, Any] = StreamClient(
-                stub.Generate, engine_adapter(), lost_code="engine_lost"
-            )
-            async with stream:
-                await until(lambda: stream.connected, "the connection")
-                yield RunningEngine(service, EngineClient(stream, stub), server.address, stop)
-        stop.set()
-        await serving
+            async with open_channel(server.address) as channel:
+                stub = engine_pb2_grpc.EngineServiceStub(channel)
+                stream: StreamClient[Any, Any] = StreamClient(
+                    stub.Generate, engine_adapter(), lost_code="engine_lost"
+                )
+                async with stream:
+                    await until(lambda: stream.connected, "the connection")
+                    yield RunningEngine(service, EngineClient(stream, stub), server.address, stop)
+            stop.set()
+            await serving
