@@ -30,10 +30,10 @@ def start_sequence(
 ) -> SequenceStart | detok_pb2.Output:
     """Begins or continues a sequence; the finish alone, if its record has all its outputs.
 
-    The outputs of a continued sequence hold only what those that listed the record's ids did not.
-    Where log-probabilities were asked for, those of the last ids may not have been settled yet,
-    and the record does not have them: the engine is asked to make these tokens again, which gives
-    the same tokens.
+    The outputs of a continued sequence hold only what was not settled with the record's ids; so
+    also the end of one whose ids are complete. Where log-probabilities were asked for, those of the
+    last ids may not have been settled yet, and the record does not have them: the engine is asked
+    to make these tokens again, which gives the same tokens.
 
     Raises InvalidRequest for an empty stop string.
     """
@@ -48,18 +48,22 @@ def start_sequence(
     }
     token_ids = submit.record.output_token_ids
     new_assembler = _assembler_factory(submit, tokens, automata, control_stops)
-    assembler, _ = _replay(new_assembler(), token_ids)
+    assembler, num_listed = _replay(new_assembler(), token_ids)
+    finish = _recorded_finish(submit.record, assembler)
+    if finish is not None and not assembler.has_unsettled_logprobs:
+        num_sent_tokens = len(token_ids) - num_listed
+        ended = TextStream(
+            submit.sequence_id, assembler, control_stops, num_sent_tokens=num_sent_tokens
+        )
+        last = ended.take(engine_pb2.Output(finish=finish))
+        assert last is not None
+        return last
     stream = TextStream(
         submit.sequence_id,
         assembler,
         control_stops,
         prompt_logprobs=_prompt_logprobs(submit.record, tokens),
     )
-    if finish := _recorded_finish(submit.record, assembler):
-        # The output that listed the last id held the last text too.
-        last = stream.take(engine_pb2.Output(finish=finish))
-        assert last is not None
-        return detok_pb2.Output(sequence_id=submit.sequence_id, finish=last.finish)
     num_settled = len(token_ids) - assembler.num_unsettled
     if repeated := token_ids[num_settled:]:
         num_characters = assembler.num_settled_characters
@@ -145,8 +149,7 @@ def _replay(assembler: TextAssembler, token_ids: Sequence[int]) -> tuple[TextAss
         assembler.add(token_id)
         if assembler.stop_string or assembler.ending is not None:
             break
-    _, listed, _ = assembler.take()
-    return assembler, len(listed)
+    return assembler, len(assembler.take(0).token_ids)
 
 
 def _recorded_finish(

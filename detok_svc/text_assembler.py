@@ -18,7 +18,8 @@ class TextAssembler:
 
     A token is listed when its text is known, so that none is listed beyond a stop string. Text is
     settled when it cannot be part of a stop string. A token's log-probabilities are settled when
-    it is known that the token is shown.
+    it is known that the token is shown. What is settled is counted with the token that settled it,
+    so that an output can be cut between tokens; what no listed token settled belongs to the finish.
 
     min_tokens: a stop string counts only where it ends after so many tokens.
     endings: tokens that end the sequence, which the decoder does not see, and what each is shown
@@ -53,14 +54,27 @@ class TextAssembler:
         self.texts: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[detok_pb2.TokenLogprobs] = []
+        # How many characters and entries of these each of the tokens settled.
+        self.text_lengths: list[int] = []
+        self.logprob_counts: list[int] = []
         # What ended the text, once it has: a stop string, or a token of `endings`.
         self.stop_string = ""
         self.ending: tuple[int, detok_pb2.TokenLogprobs | None] | None = None
 
     @property
     def num_unsettled(self) -> int:
-        """Tokens that are not listed yet, or whose log-probabilities are not settled."""
-        return len(self._held) + (len(self._logprobs) if self._logprobs is not None else 0)
+        """The last tokens, from the first on that is not listed or has logprobs to settle."""
+        if self._logprobs is None:
+            return len(self._held)
+        num_unsettled = len(self._held) + len(self._logprobs)
+        if self.ending is not None and (num_unsettled or self._endings[self.ending[0]]):
+            num_unsettled += 1
+        return num_unsettled
+
+    @property
+    def has_unsettled_logprobs(self) -> bool:
+        """Whether an end of the sequence now would show log-probabilities of tokens so far."""
+        return self._logprobs is not None and bool(self.num_unsettled)
 
     def add(self, token_id: int, engine_logprobs: engine_pb2.TokenLogprobs | None = None) -> None:
         """Takes the next token. Nothing may be added once the text has ended.
@@ -76,12 +90,19 @@ class TextAssembler:
             return
         # Whether the token's text begins with what is left of a character that it breaks.
         breaks_character = self._logprobs is not None and self._decoder.has_unfinished_character
+        num_characters = self.num_settled_characters
+        num_logprobs = len(self.logprobs)
         texts = self._decoder.decode(token_id)
         if len(texts) == 1 and not self._held:
             self._place(token_id, logprobs, texts[0], breaks_character)
-            return
-        self._held.append((token_id, logprobs))
-        self._place_held(texts)
+        else:
+            self._held.append((token_id, logprobs))
+            if not self._place_held(texts):
+                return
+            self._settle_nothing(len(self.token_ids) - len(self.text_lengths) - 1)
+        self.text_lengths.append(self.num_settled_characters - num_characters)
+        if self._logprobs is not None:
+            self.logprob_counts.append(len(self.logprobs) - num_logprobs)
 
     def end(self) -> None:
         """Settles all there is, as the sequence ends. A stop string may still be found in it."""
@@ -98,19 +119,38 @@ class TextAssembler:
         if self.ending is not None:
             self._show_ending(*self.ending)
 
-    def take(self) -> tuple[str, list[int], list[detok_pb2.TokenLogprobs]]:
-        """Takes away what has settled since the last call: text, token ids, log-probabilities."""
-        settled = "".join(self.texts), self.token_ids, self.logprobs
+    def take(self, sequence_id: int) -> detok_pb2.Output:
+        """Takes away what has settled since the last call."""
+        if len(self.text_lengths) < len(self.token_ids):
+            self._settle_nothing(len(self.token_ids) - len(self.text_lengths))
+        output = detok_pb2.Output(
+            sequence_id=sequence_id,
+            text="".join(self.texts),
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            text_lengths=self.text_lengths,
+            logprob_counts=self.logprob_counts,
+        )
         self.texts, self.token_ids, self.logprobs = [], [], []
-        return settled
+        self.text_lengths, self.logprob_counts = [], []
+        return output
 
-    def _place_held(self, texts: list[str]) -> None:
-        for (token_id, logprobs), text in zip(self._held, texts, strict=False):
+    def _place_held(self, texts: list[str]) -> bool:
+        """Lists the held tokens once their `texts` are known; says whether the last is listed."""
+        if not texts:
+            return False
+        held, self._held = self._held, []
+        for index, ((token_id, logprobs), text) in enumerate(zip(held, texts, strict=True), 1):
             self._place(token_id, logprobs, text, False)
-            if self.stop_string:
-                self._held.clear()
-                return
-        del self._held[: len(texts)]
+            if self.stop_string and index < len(held):
+                return False
+        return True
+
+    def _settle_nothing(self, num_tokens: int) -> None:
+        """Counts nothing as settled with the next tokens of those that are listed."""
+        self.text_lengths += [0] * num_tokens
+        if self._logprobs is not None:
+            self.logprob_counts += [0] * num_tokens
 
     def _place(
         self,

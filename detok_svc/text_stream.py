@@ -120,18 +120,18 @@ class TextStream:
             finish.stop_string = self._control_stops[token_id]
 
     def _settled(self) -> detok_pb2.Output:
-        text, token_ids, logprobs = self._assembler.take()
+        output = self._assembler.take(self._sequence_id)
         if self._num_sent_tokens:
-            num_sent = min(self._num_sent_tokens, len(token_ids))
+            num_sent = min(self._num_sent_tokens, len(output.token_ids))
             self._num_sent_tokens -= num_sent
-            token_ids = token_ids[num_sent:]
+            del output.token_ids[:num_sent]
+            del output.text_lengths[:num_sent]
+            del output.logprob_counts[:num_sent]
         if self._num_sent_characters:
-            num_sent = min(self._num_sent_characters, len(text))
+            num_sent = min(self._num_sent_characters, len(output.text))
             self._num_sent_characters -= num_sent
-            text = text[num_sent:]
-        return detok_pb2.Output(
-            sequence_id=self._sequence_id, text=text, token_ids=token_ids, logprobs=logprobs
-        )
+            output.text = output.text[num_sent:]
+        return output
 
 
 def _has_logprobs(output: detok_pb2.Output) -> bool:

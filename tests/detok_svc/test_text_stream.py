@@ -184,7 +184,23 @@ def test_a_complete_record_needs_no_engine(
         output=output, sequence_id=3, include_stop_str_in_output=includes_stop, **fields
     )
     end = start_sequence(submit, BL, StopAutomata())
-    assert end == detok_pb2.Output(sequence_id=3, finish=finish)
+    # A control token that ends the text shows with the end itself.
+    text = "<|im_end|>" if includes_stop and fields.get("stop") == ["<|im_end|>"] else ""
+    assert end == detok_pb2.Output(sequence_id=3, text=text, finish=finish)
+
+
+def test_a_complete_record_gives_the_text_that_only_the_end_settles() -> None:
+    submit = new_submit(output=[*ids("a"), 172], max_tokens=2, stop=["ab"])
+    end = start_sequence(submit, BL, StopAutomata())
+    assert end == detok_pb2.Output(text="a\ufffd", finish=common_pb2.Finish(reason=LENGTH))
+
+
+def test_held_text_is_counted_with_the_token_that_settles_it_or_with_the_finish() -> None:
+    submit = new_submit(stop=["bc"], top_logprobs=0, max_tokens=4)
+    answer = run_in_process(submit, one_per_step(ids("abab")), BL)
+    assert [list(output.text_lengths) for output in answer.outputs] == [[1], [0], [2], [0]]
+    assert [list(output.logprob_counts) for output in answer.outputs] == [[1], [0], [2], [0]]
+    assert answer.outputs[-1].text == "b" and len(answer.outputs[-1].logprobs) == 1
 
 
 def test_a_continuation_that_does_not_repeat_its_tokens_is_an_error() -> None:

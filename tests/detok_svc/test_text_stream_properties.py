@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from detok_svc.incremental_decoder import make_decoder
 from detok_svc.token_bytes import TokenBytes
 from protos.common.v1 import common_pb2
+from protos.detok.v1 import detok_pb2
 from protos.engine.v1 import engine_pb2
+from protos.wire.stream_adapter import detok_adapter
 from tests.fakes.detok_line import Answer, new_submit, run_in_process, token_bytes
 from tests.fakes.engine_script import Script
 from tests.fakes.tiny_tokenizers import IM_END, byte_fallback, byte_level
@@ -95,6 +97,57 @@ def test_a_record_continued_from_any_output_gives_exactly_the_rest(
     resumed = new_submit(output=before.token_ids, **fields)
     after = run_in_process(resumed, script, tokens)
     assert Answer(before.outputs + after.outputs).summary == whole.summary
+
+
+def join(outputs: Sequence[detok_pb2.Output]) -> detok_pb2.Output:
+    joined = detok_pb2.Output()
+    for output in outputs:
+        detok_adapter().merge(joined, output)
+    return joined
+
+
+def cut(output: detok_pb2.Output, num_tokens: int) -> tuple[detok_pb2.Output, detok_pb2.Output]:
+    """What came with the first tokens of `output`, and the rest with its finish."""
+    num_characters = sum(output.text_lengths[:num_tokens])
+    num_logprobs = sum(output.logprob_counts[:num_tokens])
+    head = detok_pb2.Output(
+        text=output.text[:num_characters],
+        token_ids=output.token_ids[:num_tokens],
+        logprobs=output.logprobs[:num_logprobs],
+        text_lengths=output.text_lengths[:num_tokens],
+        logprob_counts=output.logprob_counts[:num_tokens],
+    )
+    rest = detok_pb2.Output(
+        text=output.text[num_characters:],
+        token_ids=output.token_ids[num_tokens:],
+        logprobs=output.logprobs[num_logprobs:],
+        text_lengths=output.text_lengths[num_tokens:],
+        logprob_counts=output.logprob_counts[num_tokens:],
+        finish=output.finish,
+    )
+    return head, rest
+
+
+@given(sequences(), cut_lists, st.integers(0, 30))
+@settings(deadline=None, max_examples=800)
+def test_an_output_cut_between_any_tokens_leaves_what_a_continued_record_sends(
+    case: tuple[TokenBytes, list[int], dict[str, Any]], cuts: list[int], border: int
+) -> None:
+    tokens, token_ids, fields = case
+    script = script_of(token_ids, cuts)
+    answer = run_in_process(new_submit(**fields), script, tokens)
+    whole = join(answer.outputs)
+    assert len(whole.text_lengths) == len(whole.token_ids)
+    assert len(whole.logprob_counts) == len(whole.token_ids) * (fields["top_logprobs"] is not None)
+    head, rest = cut(whole, border % (len(whole.token_ids) + 1))
+    # Only the last output can hold more than its tokens settled.
+    sent_early = join(answer.outputs[:-1])
+    assert sum(sent_early.text_lengths) == len(sent_early.text)
+    assert sum(sent_early.logprob_counts) == len(sent_early.logprobs)
+    resumed = new_submit(output=head.token_ids, **fields)
+    continued = join(run_in_process(resumed, script, tokens).outputs)
+    continued.ClearField("prefill_started")
+    assert continued == rest
 
 
 @given(sequences())

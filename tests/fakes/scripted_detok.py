@@ -40,10 +40,16 @@ def output(
     started: bool = False,
     num_cached_tokens: int = 0,
 ) -> detok_pb2.Output:
-    """One output; token ids are made up, only their number counts for a gateway."""
+    """One output; token ids are made up, only their number counts for a gateway.
+
+    The last of the tokens settles all there is; without a token, it comes with the finish.
+    """
+    others = [0] * (num_tokens - 1)
     made = detok_pb2.Output(
         text=text,
         token_ids=range(num_tokens),
+        text_lengths=[*others, len(text)][:num_tokens],
+        logprob_counts=[*others, len(logprobs)][:num_tokens],
         logprobs=logprobs,
         prefill_started=started,
         num_cached_tokens=num_cached_tokens,
