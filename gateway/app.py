@@ -32,6 +32,7 @@ from gateway.redis_client import AnyRedis
 from gateway.requests_api import Requests
 from gateway.response_store import ResponseStore
 from gateway.responses import Responses
+from gateway.runs import Runs
 from gateway.settings import Settings
 from gateway.tokenization import Tokenization
 from protos.wire.errors import TokenlineError
@@ -75,6 +76,7 @@ class Gateway:
     async def __aenter__(self) -> Self:
         await self._stack.enter_async_context(self.ledger)
         await self._stack.enter_async_context(self.lanes)
+        self._stack.push_async_callback(self.runs.close)
         self._stack.push_async_callback(self._responses.close)
         return self
 
@@ -87,20 +89,20 @@ class Gateway:
         await self._stack.aclose()
 
     def _make_app(self, settings: Settings, redis: AnyRedis) -> Starlette:
-        pipeline = Pipeline(self.lanes, self.admission, self.metrics)
+        self.runs = Runs(Pipeline(self.lanes, self.admission, self.metrics))
         limits = (settings.max_body_bytes, settings.ping_seconds)
         model_text = ModelText(settings.tool_call_format, settings.reasoning)
         requests = Requests(self.admission, self.ledger)
         store = ResponseStore(redis, settings.redis_prefix, settings.response_ttl_seconds)
-        responses = Responses(self.lanes, pipeline, *limits, model_text, store, requests)
+        responses = Responses(self.lanes, self.runs, *limits, model_text, store, requests)
         self._responses = responses
         described = operations(
             Endpoints(
-                chats=ChatCompletions(self.lanes, pipeline, *limits, model_text),
-                texts=Completions(self.lanes, pipeline, *limits),
+                chats=ChatCompletions(self.lanes, self.runs, *limits, model_text),
+                texts=Completions(self.lanes, self.runs, *limits),
                 tokenization=Tokenization(self.lanes, settings.max_body_bytes),
                 models=Models(self.lanes),
-                messages=Messages(self.lanes, pipeline, *limits, model_text),
+                messages=Messages(self.lanes, self.runs, *limits, model_text),
                 responses=responses,
                 requests=requests,
                 health=Health(self.lanes, self.admission, self.ledger, self.metrics),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gateway.answers import finish_reason
+from gateway.answer_form import finish_reason
 from gateway.chat_events import CallArguments, CallStart, ChatEvent, ContentPiece, ReasoningPiece
 from gateway.chat_reducer import ChatReducer, TextReading
 from protos.detok.v1 import detok_pb2
@@ -19,12 +19,12 @@ class ChatDelta(NamedTuple):
 
 
 class ChatReader:
-    """Reads the outputs of one choice, in order."""
+    """Reads the outputs of one choice, in order. key: what the ids of its calls are made from."""
 
-    def __init__(self, reading: TextReading, *, in_reasoning: bool) -> None:
+    def __init__(self, reading: TextReading, key: str, *, in_reasoning: bool) -> None:
         # Plain text needs no reading.
         self._reducer = (
-            None if reading.is_plain else ChatReducer(reading, in_reasoning=in_reasoning)
+            None if reading.is_plain else ChatReducer(reading, key, in_reasoning=in_reasoning)
         )
 
     @property

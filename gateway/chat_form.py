@@ -1,35 +1,37 @@
 """How one chat completion looks on the wire, in chunks or whole."""
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
-from gateway.answers import AnswerForm, ChunkTail, prompt_logprobs_json, usage_json
+from gateway.answer_form import AnswerForm, ChunkTail, prompt_logprobs_json, usage_json
+from gateway.call import Call
 from gateway.chat_choice import ChatChoice, ChatDelta, ChatReader
 from gateway.chat_events import CallArguments, CallStart, ChatEvent, ContentPiece, ReasoningPiece
 from gateway.chat_reducer import TextReading
-from gateway.generation import Usage
 from gateway.lanes import LineModel
 from gateway.openai_schema import ChatCompletionRequest
 from gateway.sse import event, json_text
+from gateway.usage import Usage
 from protos.detok.v1 import detok_pb2
 
 
 class ChatForm(AnswerForm[ChatChoice]):
     """The form of one request. Chunks and the whole are made of the events of ChatReaders."""
 
+    has_event_ids = True
+
     def __init__(
         self,
-        request_id: str,
+        call: Call,
         model: LineModel,
         body: ChatCompletionRequest,
         reading: TextReading | None = None,
     ) -> None:
-        self._id = f"chatcmpl-{request_id}"
+        self._request_id = call.request_id
         self._common = {
-            "created": int(time.time()),
+            "created": call.created,
             "model": model.name,
             "system_fingerprint": model.system_fingerprint,
         }
@@ -40,6 +42,7 @@ class ChatForm(AnswerForm[ChatChoice]):
         self._has_usage = body.include_usage
         self._num_top_prompt_logprobs = body.prompt_logprobs
         self._readers: dict[int, ChatReader] = {}
+        self._num_choices = 0
         # Choices whose content is not null any more.
         self._with_content: set[int] = set()
         # What is the same in every chunk is encoded once: a chunk is a concatenation.
@@ -51,30 +54,27 @@ class ChatForm(AnswerForm[ChatChoice]):
         self._in_reasoning = in_reasoning
 
     def new_choice(self) -> ChatChoice:
-        return ChatChoice(self._new_reader())
-
-    def has_calls(self, index: int) -> bool:
-        return index in self._readers and self._readers[index].has_calls
+        self._num_choices += 1
+        return ChatChoice(self._new_reader(self._num_choices - 1))
 
     def output_events(self, index: int, output: detok_pb2.Output, usage: Usage) -> bytes:
         is_first = index not in self._readers
         if is_first:
-            self._readers[index] = self._new_reader()
+            self._readers[index] = self._new_reader(index)
         elif self._is_plain and not output.logprobs and not output.HasField("finish"):
             return self._plain_event(index, output.text, usage)
-        reader = self._readers[index]
-        delta = reader.read(output)
-        deltas = self._deltas(index, delta, is_first=is_first)
-        logprobs = msgspec.json.encode(_logprobs(delta.logprobs)) if delta.logprobs else b"null"
-        head, tail = self._head + str(index).encode() + b',"delta":{', self._tail(usage)
-        events: list[bytes] = []
-        for encoded in deltas:
-            events += (head, encoded, b'},"logprobs":', logprobs, b',"finish_reason":null', tail)
-            logprobs = b"null"
-        if delta.finish_reason is not None:
-            reason = delta.finish_reason.encode()
-            events += (head, b'},"logprobs":null,"finish_reason":"', reason, b'"', tail)
-        return b"".join(events)
+        delta = self._readers[index].read(output)
+        inside = self._delta(index, delta, is_first=is_first)
+        if not inside and not delta.logprobs and delta.finish_reason is None:
+            return b""
+        return b'%b%d,"delta":{%b},"logprobs":%b,"finish_reason":%b%b' % (
+            self._head,
+            index,
+            inside,
+            msgspec.json.encode(_logprobs(delta.logprobs)) if delta.logprobs else b"null",
+            b"null" if delta.finish_reason is None else json_text(delta.finish_reason),
+            self._tail(usage),
+        )
 
     async def last_events(self, usage: Usage) -> bytes:
         if not self._has_usage:
@@ -114,49 +114,52 @@ class ChatForm(AnswerForm[ChatChoice]):
         end = b'},"logprobs":null,"finish_reason":null' + self._tail(usage)
         return b'%b%d,"delta":{"content":%b%b' % (self._head, index, json_text(text), end)
 
-    def _new_reader(self) -> ChatReader:
-        return ChatReader(self._reading, in_reasoning=self._in_reasoning)
+    def _new_reader(self, index: int) -> ChatReader:
+        key = f"{self._request_id}:{index}"
+        return ChatReader(self._reading, key, in_reasoning=self._in_reasoning)
 
-    def _deltas(self, index: int, delta: ChatDelta, *, is_first: bool) -> list[bytes]:
-        """The insides of the chunks' `delta`, one for each chunk."""
-        events = list(delta.events)
-        if self._is_plain and not events and (is_first or delta.logprobs):
-            events.append(ContentPiece(""))
-        if _has_content(events):
+    def _delta(self, index: int, delta: ChatDelta, *, is_first: bool) -> bytes:
+        """The inside of the chunk's `delta`."""
+        content = [piece.text for piece in delta.events if isinstance(piece, ContentPiece)]
+        thoughts = [piece.text for piece in delta.events if isinstance(piece, ReasoningPiece)]
+        calls = _call_deltas(delta.events)
+        is_bare = self._is_plain and (is_first or bool(delta.logprobs))
+        # As in a whole answer, content is null only beside calls.
+        is_without = delta.finish_reason is not None and not (
+            index in self._with_content or self._readers[index].has_calls
+        )
+        if not content and (is_bare or is_without):
+            content = [""]
+        if content:
             self._with_content.add(index)
-        is_without = index not in self._with_content and not self.has_calls(index)
-        if is_without and delta.finish_reason is not None:
-            # As in a whole answer, content is null only beside calls.
-            events.append(ContentPiece(""))
-        deltas = [_delta(event) for event in events]
-        if is_first:
-            role = b'"role":"assistant",'
-            if not events or not isinstance(events[0], ContentPiece):
-                role += b'"content":null' + (b"," if events else b"")
-            deltas[:1] = [role + b"".join(deltas[:1])]
-        return deltas or ([b""] if delta.logprobs else [])
+        parts = [b'"role":"assistant"'] if is_first else []
+        if content:
+            parts.append(b'"content":' + json_text("".join(content)))
+        elif is_first:
+            parts.append(b'"content":null')
+        if thoughts:
+            parts.append(b'"reasoning_content":' + json_text("".join(thoughts)))
+        if calls:
+            parts.append(b'"tool_calls":' + msgspec.json.encode(calls))
+        return b",".join(parts)
 
     def _object(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, **self._common}
+        return {"id": f"chatcmpl-{self._request_id}", "object": kind, **self._common}
 
 
-def _has_content(events: Iterable[ChatEvent]) -> bool:
-    return any(isinstance(event, ContentPiece) for event in events)
-
-
-def _delta(event: ChatEvent) -> bytes:
-    """The inside of a chunk's `delta`."""
-    match event:
-        case ContentPiece(text):
-            return b'"content":' + json_text(text)
-        case ReasoningPiece(text):
-            return b'"reasoning_content":' + json_text(text)
-        case CallStart(index, call_id, name):
-            call = {"index": index, **_call(call_id, name, "")}
-            return b'"tool_calls":' + msgspec.json.encode([call])
-        case CallArguments(index, text):
-            head = b'"tool_calls":[{"index":%d,"function":{"arguments":' % index
-            return head + json_text(text) + b"}}]"
+def _call_deltas(events: Iterable[ChatEvent]) -> list[dict[str, Any]]:
+    """A chunk's `tool_calls`: what each call gained, as one entry."""
+    deltas: dict[int, dict[str, Any]] = {}
+    for piece in events:
+        if isinstance(piece, CallStart):
+            call = _call(piece.call_id, piece.name, "")
+            deltas[piece.index] = {"index": piece.index, **call}
+        elif isinstance(piece, CallArguments):
+            gained = deltas.setdefault(
+                piece.index, {"index": piece.index, "function": {"arguments": ""}}
+            )
+            gained["function"]["arguments"] += piece.text
+    return list(deltas.values())
 
 
 def _message(choice: ChatChoice) -> dict[str, Any]:

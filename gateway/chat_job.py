@@ -1,15 +1,15 @@
-"""From a chat's body to its job, and to how its choices' text is to be read."""
+"""From a chat's body to its job, with how its choices' text is to be read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
+from gateway.call import Call
 from gateway.chat_messages import checked_messages
 from gateway.chat_reducer import TextReading
 from gateway.field_checks import invalid_value
-from gateway.identity import Identity
 from gateway.job import Job, job_from
 from gateway.lanes import LineModel
 from gateway.openai_schema import ChatCompletionRequest
@@ -38,21 +38,14 @@ class ModelText:
         return model.has_reasoning if self.reasoning == "auto" else self.reasoning == "on"
 
 
-class ChatJob(NamedTuple):
-    """A job, and how the text of its choices is to be read."""
-
-    job: Job
-    reading: TextReading
-
-
 def chat_job(
     body: ChatCompletionRequest,
-    identity: Identity,
+    call: Call,
     model: LineModel,
     model_text: ModelText,
     *,
     endpoint: str,
-) -> ChatJob:
+) -> Job:
     """What a body, which has passed its own `check`, asks for. Raises InvalidRequest."""
     num_bytes = memoryview(body.messages).nbytes + memoryview(body.tools).nbytes
     check_prompt_bytes(num_bytes, model.max_model_len, "messages")
@@ -61,7 +54,7 @@ def chat_job(
     form = model_text.call_format(model) if tool_use.tools else None
     if tool_use.must_call and form is None:
         form = BARE_JSON
-    job = job_from(body, identity, model, endpoint=endpoint, prompts=(), prompt_param="messages")
+    job = job_from(body, call, model, endpoint=endpoint, prompts=(), prompt_param="messages")
     grammar, grammar_param = _grammar(job, tool_use, form)
     is_held = grammar is not None
     kwargs = body.chat_template_kwargs or {}
@@ -77,13 +70,13 @@ def chat_job(
         max_calls=tool_use.max_calls,
         begins_bare=is_held and form is not None and bool(form.bracket),
     )
-    job = replace(
+    return replace(
         job,
         prompts=(_prompt(body, tool_use, kwargs),),
         grammar_param=grammar_param,
         shown_control_tokens=_shown_control_tokens(reading),
+        reading=reading,
     )
-    return ChatJob(job, reading)
 
 
 def _grammar(

@@ -33,14 +33,18 @@ class TextReading:
 
 
 class ChatReducer:
-    """Reads one choice. in_reasoning: the prompt ends with the opener of thoughts."""
+    """Reads one choice. in_reasoning: the prompt ends with the opener of thoughts.
 
-    def __init__(self, reading: TextReading, *, in_reasoning: bool = False) -> None:
+    key: of the choice, among all requests; the ids of its calls are made from it.
+    """
+
+    def __init__(self, reading: TextReading, key: str, *, in_reasoning: bool = False) -> None:
         self._reasoning = ReasoningSplitter(opened=in_reasoning) if reading.has_reasoning else None
         self._calls = (
             ToolCallParser(
                 reading.call_format,
                 reading.tool_names,
+                key,
                 max_calls=reading.max_calls,
                 begins_bare=reading.begins_bare,
             )

@@ -1,7 +1,6 @@
 """POST /v1/completions: from the body to a job, from outputs to chunks and the answer."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -9,25 +8,25 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.answers import (
+from gateway.answer_form import (
     AnswerForm,
     Choice,
     ChunkTail,
-    answer,
     finish_reason,
     prompt_logprobs_json,
     usage_json,
 )
-from gateway.generation import Usage
-from gateway.identity import checked_identity
-from gateway.job import Prompt, job_from
+from gateway.answers import answer
+from gateway.call import Call, new_call
+from gateway.job import Job, Prompt, job_from
 from gateway.lanes import Lanes, LineModel
 from gateway.legacy_logprobs import Lists, TextOffset, joined, output_logprobs, prompt_logprobs
 from gateway.openai_schema import CompletionRequest
-from gateway.pipeline import Pipeline
 from gateway.refusals import counts_refusals
 from gateway.request_body import decode_body, read_body
+from gateway.runs import Runs
 from gateway.sse import event, json_text
+from gateway.usage import Usage
 from protos.detok.v1 import detok_pb2
 from protos.tokenizer.v1 import tokenizer_pb2
 
@@ -39,27 +38,29 @@ _decoder: Final = msgspec.json.Decoder(CompletionRequest)
 class Completions:
     """The endpoint."""
 
-    def __init__(
-        self, lanes: Lanes, pipeline: Pipeline, max_body_bytes: int, ping_seconds: float
-    ) -> None:
+    def __init__(self, lanes: Lanes, runs: Runs, max_body_bytes: int, ping_seconds: float) -> None:
         self._lanes = lanes
-        self._pipeline = pipeline
+        self._runs = runs
         self._max_body_bytes = max_body_bytes
         self._ping_seconds = ping_seconds
 
     @counts_refusals(PATH)
     async def create(self, request: Request) -> Response:
-        identity = checked_identity(request)
-        body = decode_body(await read_body(request, self._max_body_bytes), _decoder)
+        call = new_call(request, PATH, await read_body(request, self._max_body_bytes))
+        job, form = await self.prepare(call)
+        return answer(self._runs.begin(job), form, self._ping_seconds)
+
+    async def prepare(self, call: Call) -> "tuple[Job, CompletionForm]":
+        """Raises InvalidRequest."""
+        body = decode_body(call.body, _decoder)
         body.check()
         prompts = [_prompt(prompt) for prompt in body.prompts()]
         model = self._lanes.model(body.model)
-        job = job_from(body, identity, model, endpoint=PATH, prompts=prompts, prompt_param="prompt")
+        job = job_from(body, call, model, endpoint=PATH, prompts=prompts, prompt_param="prompt")
         echoed = await asyncio.gather(
             *(self._text_of(prompt, body) for prompt in body.prompts() if body.echo)
         )
-        form = CompletionForm(job.request_id, model, body, echoed)
-        return answer(self._pipeline, job, form, self._ping_seconds)
+        return job, CompletionForm(call, model, body, echoed)
 
     async def _text_of(self, prompt: str | tuple[int, ...], body: CompletionRequest) -> str:
         """The prompt as it is echoed: text as it came."""
@@ -78,17 +79,19 @@ class CompletionForm(AnswerForm[Choice]):
     echoed: the text of each prompt, which its choices begin with; empty for none.
     """
 
+    has_event_ids = True
+
     def __init__(
         self,
-        request_id: str,
+        call: Call,
         model: LineModel,
         body: CompletionRequest,
         echoed: Sequence[str] = (),
     ) -> None:
         self._common = {
-            "id": f"cmpl-{request_id}",
+            "id": f"cmpl-{call.request_id}",
             "object": "text_completion",
-            "created": int(time.time()),
+            "created": call.created,
             "model": model.name,
             "system_fingerprint": model.system_fingerprint,
         }
@@ -104,22 +107,18 @@ class CompletionForm(AnswerForm[Choice]):
         return Choice()
 
     def output_events(self, index: int, output: detok_pb2.Output, usage: Usage) -> bytes:
-        text, logprobs, reason = output.text, output.logprobs, finish_reason(output)
-        events: list[bytes] = []
-        if not (output.token_ids or text or output.prompt_logprobs or reason):
-            return b""
+        text, reason, lists = output.text, finish_reason(output), None
         if index not in self._offsets:
             echo = self._echo(index)
             self._offsets[index] = TextOffset(len(echo))
-            if echo:
-                lists = self._prompt_lists(index, output.prompt_logprobs)
-                events += self._chunk(index, echo, lists, None, usage)
-        if text or logprobs:
-            lists = output_logprobs(logprobs, self._offsets[index]) if logprobs else None
-            events += self._chunk(index, text, lists, None, usage)
-        if reason is not None:
-            events += self._chunk(index, "", None, reason, usage)
-        return b"".join(events)
+            text = echo + text
+            lists = self._prompt_lists(index, output.prompt_logprobs)
+        if output.logprobs:
+            shown = output_logprobs(output.logprobs, self._offsets[index])
+            lists = shown if lists is None else joined(lists, shown)
+        if not text and lists is None and reason is None:
+            return b""
+        return self._chunk(index, text, lists, reason, usage)
 
     async def last_events(self, usage: Usage) -> bytes:
         if not self._body.include_usage:
@@ -141,15 +140,12 @@ class CompletionForm(AnswerForm[Choice]):
 
     def _chunk(
         self, index: int, text: str, logprobs: Lists | None, reason: str | None, usage: Usage
-    ) -> tuple[bytes, ...]:
-        return (
+    ) -> bytes:
+        return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b%b' % (
             self._head,
-            str(index).encode(),
-            b',"text":',
+            index,
             json_text(text),
-            b',"logprobs":',
             b"null" if logprobs is None else msgspec.json.encode(logprobs),
-            b',"finish_reason":',
             b"null" if reason is None else json_text(reason),
             self._tail(usage),
         )

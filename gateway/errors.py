@@ -86,6 +86,15 @@ def log_fault(error: TokenlineError) -> None:
         logger.warning("request failed: %s (%s)", error.message, error.code or error.http_status)
 
 
+def as_typed(error: Exception) -> TokenlineError:
+    """`error` as it may be told to a client; what is a fault of ours is logged."""
+    if isinstance(error, TokenlineError):
+        log_fault(error)
+        return error
+    logger.error("a request failed", exc_info=error)
+    return InternalError("The server failed on this request.")
+
+
 async def answer_typed_error(request: Request, error: Exception) -> Response:
     """Exception handler for TokenlineError."""
     assert isinstance(error, TokenlineError)

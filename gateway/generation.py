@@ -1,23 +1,21 @@
-"""The sequences of one request on their way: outputs gathered as they come, aborted on leaving."""
+"""The sequences of one request on their way: outputs logged as they come, aborted on leaving."""
 
 import asyncio
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
+from gateway.chat_reducer import ChatReducer, TextReading
 from gateway.lane import DetokLane, EngineLane
 from gateway.live_request import LiveRequest
 from gateway.metrics import Metrics
+from gateway.output_log import OutputLog
 from gateway.records import FINISH_REASONS, Stage, gravest
 from protos.common.v1 import common_pb2
 from protos.detok.v1 import detok_pb2
-from protos.wire.errors import RequestTimeout
-from protos.wire.stream_adapter import detok_adapter
-
-_merge: Final = detok_adapter().merge
+from protos.wire.errors import RequestTimeout, TokenlineError, from_proto
 
 
 @dataclass(slots=True)
@@ -30,44 +28,44 @@ class _Sequence:
     sequence_id: int = 0
     last_token_at: float = 0.0
     finish_reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
+    reducer: ChatReducer | None = None
 
 
 class Generation:
     """An async context manager: leaving it aborts the sequences that have not finished.
 
-    A sequence is known by its place in the order of `start`, the choice index of the API.
+    A sequence is known by its place in the order of `start`, the choice index of the API. What it
+    gains goes to `log`.
 
-    prompt_only: what is sampled is dropped, as if max_tokens were 0. in_reasoning: the prompt ends
-    where the model's thoughts begin.
+    prompt_only: what is sampled is dropped, as if max_tokens were 0. reading: how the text of a
+    choice is read, which tells whether it calls tools.
     """
 
     def __init__(
         self,
         request: LiveRequest,
         metrics: Metrics,
+        log: OutputLog,
         *,
         prompt_only: bool = False,
+        reading: TextReading,
         in_reasoning: bool = False,
     ) -> None:
-        self.in_reasoning = in_reasoning
         self._request = request
         self._metrics = metrics
+        self._log = log
         self._prompt_only = prompt_only
+        self._new_reducer = (
+            partial(ChatReducer, reading, "", in_reasoning=in_reasoning)
+            if reading.call_format is not None
+            else None
+        )
         self._sequences: list[_Sequence] = []
         self._num_unfinished = 0
-        self._pending: dict[int, detok_pb2.Output] = {}
-        self._waiter: asyncio.Future[None] | None = None
+        self._ended = asyncio.Event()
+        self._error: TokenlineError | None = None
         self._closed = False
         self._timed_out = False
-        # What the reader is to be told instead of outputs.
-        self._error: RequestTimeout | None = None
 
     async def __aenter__(self) -> Self:
         self._request.enter(Stage.WAITING)
@@ -93,6 +91,8 @@ class Generation:
     ) -> None:
         """Begins the next sequence."""
         sequence = _Sequence(engine, detok, is_first_choice)
+        if self._new_reducer is not None:
+            sequence.reducer = self._new_reducer()
         sink = partial(self._take, len(self._sequences))
         sequence.sequence_id = detok.client.submit(submit, sink)
         engine.num_own_sequences += 1
@@ -111,20 +111,11 @@ class Generation:
     def num_choices(self) -> int:
         return len(self._sequences)
 
-    @property
-    def finished(self) -> bool:
-        """Whether every sequence has finished and its last output was taken."""
-        return not self._num_unfinished and not self._pending
-
-    @property
-    def usage(self) -> Usage:
-        record = self._request.record
-        return Usage(record.num_prompt_tokens, record.num_cached_tokens, record.num_output_tokens)
-
-    def note_tool_calls(self, index: int) -> None:
-        """What choice `index` says calls tools, which no other stage can know."""
-        if self._sequences[index].finish_reason == "stop":
-            self._sequences[index].finish_reason = "tool_calls"
+    async def until_ended(self) -> None:
+        """Returns when every sequence has finished. Raises the error of one that failed."""
+        await self._ended.wait()
+        if self._error is not None:
+            raise self._error
 
     def abort(self) -> None:
         """Asks for the end of all sequences; their finishes still come."""
@@ -135,30 +126,10 @@ class Generation:
     def time_out(self) -> None:
         """Ends all sequences with the reason `timeout`; with an error, if no token has come."""
         if not self._request.record.num_output_tokens:
-            self._error = timed_out()
-            self._wake()
+            self._fail(timed_out())
             return
         self._timed_out = True
         self.abort()
-
-    async def next_outputs(self, timeout_seconds: float) -> Mapping[int, detok_pb2.Output]:
-        """What came since the last call, one merged output per choice index.
-
-        Waits for the first; empty when none came within `timeout_seconds`. Raises RequestTimeout.
-        """
-        if not self._pending and self._error is None:
-            loop = asyncio.get_running_loop()
-            self._waiter = loop.create_future()
-            timer = loop.call_later(timeout_seconds, _wake, self._waiter)
-            try:
-                await self._waiter
-            finally:
-                timer.cancel()
-                self._waiter = None
-        if self._error is not None:
-            raise self._error
-        outputs, self._pending = self._pending, {}
-        return outputs
 
     def _take(self, index: int, output: detok_pb2.Output) -> None:
         """The sink of sequence `index`."""
@@ -171,8 +142,9 @@ class Generation:
             output.finish.reason = common_pb2.FINISH_REASON_TIMEOUT
         if output.prefill_started:
             self._request.enter(Stage.PREFILLING)
-            if sequence.is_first_choice:
-                self._request.count_cached_tokens(output.num_cached_tokens)
+            if not sequence.is_first_choice:
+                output.num_cached_tokens = 0
+            self._request.count_cached_tokens(output.num_cached_tokens)
         num_tokens = len(output.token_ids)
         if num_tokens:
             now = time.monotonic()
@@ -181,23 +153,32 @@ class Generation:
                 self._metrics.inter_token_latency.observe(seconds, num_tokens)
             sequence.last_token_at = now
             self._request.count_tokens(num_tokens)
+        if sequence.reducer is not None:
+            sequence.reducer.feed(output.text)
         if output.HasField("finish"):
-            sequence.finish_reason = FINISH_REASONS.get(output.finish.reason, "error")
-            sequence.engine.num_own_sequences -= 1
-            self._num_unfinished -= 1
-        elif not (num_tokens or output.text or output.prompt_logprobs):
-            # Nothing for the reader: a stream is not to begin before the first token.
-            return
-        pending = self._pending.get(index)
-        if pending is None:
-            self._pending[index] = output
-        else:
-            _merge(pending, output)
-        self._wake()
+            self._finish(sequence, output)
+        if num_tokens or output.text or _holds_more(output):
+            self._log.append(index, output)
+        if not self._num_unfinished:
+            self._ended.set()
 
-    def _wake(self) -> None:
-        if self._waiter is not None:
-            _wake(self._waiter)
+    def _finish(self, sequence: _Sequence, output: detok_pb2.Output) -> None:
+        """The last output of a sequence. A failure is told as such, not as the end of a choice."""
+        sequence.finish_reason = FINISH_REASONS.get(output.finish.reason, "error")
+        sequence.engine.num_own_sequences -= 1
+        self._num_unfinished -= 1
+        if sequence.finish_reason == "error":
+            self._fail(from_proto(output.finish.error))
+            output.ClearField("finish")
+        elif sequence.reducer is not None and sequence.finish_reason == "stop":
+            sequence.reducer.end()
+            if sequence.reducer.has_calls:
+                sequence.finish_reason = "tool_calls"
+
+    def _fail(self, error: TokenlineError) -> None:
+        if self._error is None:
+            self._error = error
+            self._ended.set()
 
     def _close(self) -> None:
         self._closed = True
@@ -215,13 +196,13 @@ def timed_out() -> RequestTimeout:
 
 
 def _drop_what_is_sampled(output: detok_pb2.Output) -> None:
-    for name in ("text", "token_ids", "logprobs"):
+    for name in ("text", "token_ids", "logprobs", "text_lengths", "logprob_counts"):
         output.ClearField(name)
     if output.finish.reason == common_pb2.FINISH_REASON_STOP:
         output.finish.reason = common_pb2.FINISH_REASON_LENGTH
         output.finish.ClearField("stop_match")
 
 
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+def _holds_more(output: detok_pb2.Output) -> bool:
+    """Whether an output without a token holds anything for a reader."""
+    return bool(output.HasField("finish") or output.prompt_logprobs or output.num_cached_tokens)

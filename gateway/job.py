@@ -1,14 +1,15 @@
 """What a client asked for, free of HTTP: the input of the pipeline."""
 
 import hashlib
-import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from gateway.call import Call
+from gateway.chat_reducer import TextReading
 from gateway.field_checks import check_in_vocabulary
 from gateway.generation_fields import GenerationFields
-from gateway.identity import Identity
 from gateway.lanes import LineModel
 from gateway.prompt_size import check_prompt_bytes
 from gateway.response_format import structure_of
@@ -16,8 +17,6 @@ from protos.common.v1 import common_pb2
 from protos.tokenizer.v1 import tokenizer_pb2
 
 _SEED_BYTES: Final = 8
-# Seeds that requests bring none of: not negative, so that they read well in a record.
-_RANDOM_SEED_BITS: Final = 63
 
 # Text still to be encoded, or token ids as the client gave them.
 Prompt = tokenizer_pb2.EncodeRequest | tuple[int, ...]
@@ -29,7 +28,8 @@ class Job:
 
     Choice i of prompt j has the index j * num_choices + i. `max_tokens` None means the model's
     default, or all the room that the prompt leaves; 0, that the prompt is to be computed and
-    nothing more. `timeout_seconds` is for the whole request; None for no limit. `prompt_param`
+    nothing more. `timeout_seconds` is for the whole request, which began at `started_at` in unix
+    seconds; None for no limit. `reading`: how the text of a choice is to be read. `prompt_param`
     and `max_tokens_param` name the fields for errors, and `grammar_param` the one that asks for
     `sampling.grammar`. `shown_control_tokens`: those that stay in the text in any case.
     """
@@ -53,9 +53,18 @@ class Job:
     skip_special_tokens: bool
     priority: int
     cache_salt: str
+    started_at: float
     timeout_seconds: float | None
+    reading: TextReading
     grammar_param: str = ""
     shown_control_tokens: tuple[str, ...] = ()
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Of `timeout_seconds`, by the clocks of this gateway and of the one that began."""
+        if self.timeout_seconds is None:
+            return None
+        return max(0.0, self.started_at + self.timeout_seconds - time.time())
 
     @property
     def num_sequences(self) -> int:
@@ -64,7 +73,7 @@ class Job:
 
 def job_from(
     body: GenerationFields,
-    identity: Identity,
+    call: Call,
     model: LineModel,
     *,
     endpoint: str,
@@ -84,8 +93,8 @@ def job_from(
     if structure is not None:
         sampling.grammar.CopyFrom(structure.grammar)
     return Job(
-        request_id=identity.request_id,
-        traceparent=identity.traceparent,
+        request_id=call.request_id,
+        traceparent=call.traceparent,
         endpoint=endpoint,
         model=model,
         streams=body.streams,
@@ -93,7 +102,7 @@ def job_from(
         prompt_param=prompt_param,
         num_choices=body.num_choices,
         sampling=sampling,
-        seed=secrets.randbits(_RANDOM_SEED_BITS) if body.seed is None else body.seed,
+        seed=call.seed if body.seed is None else body.seed,
         max_tokens=max_tokens,
         max_tokens_param=max_tokens_param,
         stop=body.stop_strings,
@@ -103,8 +112,10 @@ def job_from(
         skip_special_tokens=body.skips_special_tokens,
         # In the API lower values run first, on the line higher ones.
         priority=-(body.priority or 0),
-        cache_salt=_cache_salt(body.cache_salt or "", identity.tenant),
+        cache_salt=_cache_salt(body.cache_salt or "", call.tenant),
+        started_at=call.started_at,
         timeout_seconds=body.timeout,
+        reading=TextReading(),
         grammar_param=structure.param if structure is not None else "",
     )
 

@@ -5,13 +5,13 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from gateway.answers import AnswerForm
+from gateway.answer_form import AnswerForm
 from gateway.chat_choice import ChatReader
 from gateway.chat_events import CallArguments, CallStart, ChatEvent, ContentPiece, ReasoningPiece
 from gateway.chat_reducer import TextReading
-from gateway.generation import Usage
 from gateway.message_errors import message_error_body
 from gateway.sse import event
+from gateway.usage import Usage
 from protos.detok.v1 import detok_pb2
 from protos.wire.errors import TokenlineError
 
@@ -62,7 +62,7 @@ class MessageForm(AnswerForm[GrowingMessage]):
             "stop_sequence": None,
         }
         self._reading = reading
-        self._reader = ChatReader(reading, in_reasoning=False)
+        self._reader = ChatReader(reading, message_id, in_reasoning=False)
         self._has_begun = False
         # The kind of the last block while it grows, and what it has so far.
         self._open = ""
@@ -70,10 +70,7 @@ class MessageForm(AnswerForm[GrowingMessage]):
         self.finish_reason: str | None = None
 
     def begin(self, *, in_reasoning: bool) -> None:
-        self._reader = ChatReader(self._reading, in_reasoning=in_reasoning)
-
-    def has_calls(self, index: int) -> bool:
-        return self._reader.has_calls
+        self._reader = ChatReader(self._reading, self._message["id"], in_reasoning=in_reasoning)
 
     def new_choice(self) -> GrowingMessage:
         return GrowingMessage(self)

@@ -1,8 +1,8 @@
 """The whole line of a request on one screen: admit → encode → route → generate → record."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from gateway.admission import Admission
@@ -13,6 +13,8 @@ from gateway.job import Job, choice_seed
 from gateway.lanes import Lanes
 from gateway.live_request import LiveRequest
 from gateway.metrics import Metrics
+from gateway.output_log import OutputLog
+from gateway.run_batches import RunHead
 from protos.common.v1 import common_pb2
 from protos.detok.v1 import detok_pb2
 from protos.tokenizer.v1 import tokenizer_pb2
@@ -38,22 +40,28 @@ class Pipeline:
         self._admission = admission
         self._metrics = metrics
 
-    @asynccontextmanager
-    async def run(self, job: Job) -> AsyncIterator[Generation]:
-        """The job's sequences, started. Leaving the block early aborts them; the end is recorded,
-        and so is every error on the way.
+    async def run(self, job: Job, log: OutputLog) -> None:
+        """Carries the job out, and logs what its choices gain, until all have ended.
+
+        Cancelling it aborts them. The end is recorded, and so is every error on the way.
         """
         with (
             self._admission.admit(job) as request,
-            _called_after(job.timeout_seconds, request.time_out),
+            _called_after(job.seconds_left, request.time_out),
         ):
             encoded = await self._encode(job, request)
             rooms = [_max_tokens(job, len(token_ids)) for token_ids in encoded.prompts]
-            request.count_prompt_tokens(sum(map(len, encoded.prompts)))
+            num_prompt_tokens = sum(map(len, encoded.prompts))
+            request.count_prompt_tokens(num_prompt_tokens)
+            log.begin(
+                RunHead(num_prompt_tokens=num_prompt_tokens, in_reasoning=encoded.in_reasoning)
+            )
             async with Generation(
                 request,
                 self._metrics,
+                log,
                 prompt_only=job.max_tokens == 0,
+                reading=job.reading,
                 in_reasoning=encoded.in_reasoning,
             ) as generation:
                 for token_ids, max_tokens in zip(encoded.prompts, rooms, strict=True):
@@ -62,7 +70,8 @@ class Pipeline:
                 request.note_route(generation.engines, generation.detoks)
                 request.on_cancel(generation.abort)
                 request.on_timeout(generation.time_out)
-                yield generation
+                with _with_the_clients_names(job):
+                    await generation.until_ended()
 
     def note_refusal(self, endpoint: str) -> None:
         """A request of `endpoint` was wrong before there was a job to run."""
@@ -109,6 +118,17 @@ def _called_after(seconds: float | None, action: Callable[[], None]) -> Iterator
         yield
     finally:
         timer.cancel()
+
+
+@contextmanager
+def _with_the_clients_names(job: Job) -> Iterator[None]:
+    """Errors of the line name the field that the client knows."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.param not in ("", "grammar"):
+            raise
+        raise InvalidRequest(error.message, code=error.code, param=job.grammar_param) from error
 
 
 def _record(

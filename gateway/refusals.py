@@ -7,12 +7,12 @@ from typing import Protocol, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.pipeline import Pipeline
+from gateway.runs import Runs
 from protos.wire.errors import InvalidRequest
 
 
 class _Generating(Protocol):
-    _pipeline: Pipeline
+    _runs: Runs
 
 
 EndpointT = TypeVar("EndpointT", bound=_Generating)
@@ -32,7 +32,7 @@ def counts_refusals(path: str) -> Callable[[_Create[EndpointT]], _Create[Endpoin
             try:
                 return await create(endpoint, request)
             except InvalidRequest:
-                endpoint._pipeline.note_refusal(path)
+                endpoint._runs.note_refusal(path)
                 raise
 
         return counted

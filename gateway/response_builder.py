@@ -5,8 +5,8 @@ from typing import Any, Final
 
 from gateway.chat_choice import ChatDelta
 from gateway.chat_events import CallArguments, CallStart, ChatEvent, ContentPiece, ReasoningPiece
-from gateway.generation import Usage
 from gateway.sse import event
+from gateway.usage import Usage
 from protos.detok.v1 import detok_pb2
 from protos.wire.errors import RequestCancelled, TokenlineError
 

@@ -5,11 +5,11 @@ from typing import ClassVar
 
 import msgspec
 
-from gateway.answers import AnswerForm
+from gateway.answer_form import AnswerForm
 from gateway.chat_choice import ChatReader
 from gateway.chat_reducer import TextReading
-from gateway.generation import Usage
 from gateway.response_builder import ResponseBuilder
+from gateway.usage import Usage
 from protos.detok.v1 import detok_pb2
 from protos.wire.errors import TokenlineError
 
@@ -37,15 +37,14 @@ class ResponseForm(AnswerForm[GrowingResponse]):
         self._builder = builder
         self._reading = reading
         self._keep = keep
-        self._reader = ChatReader(reading, in_reasoning=False)
+        self._reader = ChatReader(reading, builder.response["id"], in_reasoning=False)
         self._has_begun = False
         self.finish_reason: str | None = None
 
     def begin(self, *, in_reasoning: bool) -> None:
-        self._reader = ChatReader(self._reading, in_reasoning=in_reasoning)
-
-    def has_calls(self, index: int) -> bool:
-        return self._reader.has_calls
+        self._reader = ChatReader(
+            self._reading, self._builder.response["id"], in_reasoning=in_reasoning
+        )
 
     def new_choice(self) -> GrowingResponse:
         return GrowingResponse(self)

@@ -1,6 +1,5 @@
 """From the body of a response to the chat that answers it, and to the object it begins as."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,16 +39,16 @@ def chat_request(
 
 
 def new_response(
-    body: ResponseRequest, chat: ChatCompletionRequest, response_id: str, status: str
+    body: ResponseRequest, chat: ChatCompletionRequest, response_id: str, created: int
 ) -> dict[str, Any]:
     """The object of the API before anything was generated."""
     form = body.text.format if body.text and body.text.format else TextFormat(type="text")
     return {
         "id": response_id,
         "object": "response",
-        "created_at": int(time.time()),
+        "created_at": created,
         "completed_at": None,
-        "status": status,
+        "status": "queued" if body.background else "in_progress",
         "background": bool(body.background),
         "error": None,
         "incomplete_details": None,

@@ -5,6 +5,7 @@ import logging
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -12,15 +13,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from gateway.answers import StreamedAnswer, answer, as_typed
+from gateway.answers import StreamedAnswer, answer
+from gateway.call import Call, new_call
 from gateway.chat_job import ModelText, chat_job
-from gateway.errors import json_response
+from gateway.errors import as_typed, json_response
 from gateway.field_checks import invalid_value
 from gateway.followed_response import FollowedResponse
-from gateway.identity import Identity, checked_identity
+from gateway.identity import Identity
 from gateway.job import Job
 from gateway.lanes import Lanes
-from gateway.pipeline import Pipeline
 from gateway.refusals import counts_refusals
 from gateway.request_body import decode_body, read_body
 from gateway.requests_api import Requests
@@ -30,6 +31,7 @@ from gateway.response_input import input_items, messages_of
 from gateway.response_job import chat_request, new_response
 from gateway.response_schema import ResponseRequest
 from gateway.response_store import ResponseStore, StoredResponse
+from gateway.runs import Runs
 from gateway.sse import EventStream
 from protos.wire.errors import Conflict, InvalidRequest, NotFound, Unavailable
 
@@ -50,7 +52,7 @@ class Responses:
     def __init__(
         self,
         lanes: Lanes,
-        pipeline: Pipeline,
+        runs: Runs,
         max_body_bytes: int,
         ping_seconds: float,
         model_text: ModelText,
@@ -58,7 +60,7 @@ class Responses:
         requests: Requests,
     ) -> None:
         self._lanes = lanes
-        self._pipeline = pipeline
+        self._runs = runs
         self._max_body_bytes = max_body_bytes
         self._ping_seconds = ping_seconds
         self._model_text = model_text
@@ -73,33 +75,37 @@ class Responses:
 
     @counts_refusals(PATH)
     async def create(self, request: Request) -> Response:
-        identity = checked_identity(request)
-        body = decode_body(await read_body(request, self._max_body_bytes), _decoder)
+        call = new_call(request, PATH, await read_body(request, self._max_body_bytes))
+        job, form, stored = await self._prepare(call)
+        if stored.response["background"]:
+            return await self._begin_in_background(job, form, call.tenant, stored)
+        return answer(self._runs.begin(job), form, self._ping_seconds)
+
+    async def _prepare(self, call: Call) -> tuple[Job, ResponseForm, StoredResponse]:
+        """The job, its form, and the response as it is kept before there is anything of it."""
+        body = decode_body(call.body, _decoder)
         body.check()
-        response_id = f"{_PREFIX}{identity.request_id}"
+        response_id = f"{_PREFIX}{call.request_id}"
         items = input_items(body.input, response_id)
-        messages = [*await self._earlier(body, identity.tenant), *messages_of(items)]
+        messages = [*await self._earlier(body, call.tenant), *messages_of(items)]
         chat = chat_request(body, messages)
         try:
             chat.check()
             model = self._lanes.model(body.model)
-            job, reading = chat_job(chat, identity, model, self._model_text, endpoint=PATH)
+            job = chat_job(chat, call, model, self._model_text, endpoint=PATH)
         except InvalidRequest as error:
             raise _in_our_terms(error) from error
         job = replace(job, prompt_param="input", max_tokens_param="max_output_tokens")
-        status = "queued" if body.background else "in_progress"
         stored = StoredResponse(
-            response=new_response(body, chat, response_id, status),
+            response=new_response(body, chat, response_id, call.created),
             input_items=items,
             messages=messages,
-            request_id=identity.request_id,
+            request_id=call.request_id,
             has_events=bool(body.background and body.stream),
         )
         builder = ResponseBuilder(stored.response)
-        form = ResponseForm(builder, reading, lambda: self._keep(body, identity, stored))
-        if body.background:
-            return await self._begin_in_background(job, form, identity.tenant, stored)
-        return answer(self._pipeline, job, form, self._ping_seconds)
+        keep = partial(self._keep, body, call.tenant, stored)
+        return job, ResponseForm(builder, job.reading, keep), stored
 
     async def get(self, request: Request) -> Response:
         """The response as it is now, or with `stream` its events from the first or a later one."""
@@ -181,16 +187,14 @@ class Responses:
             )
         return previous.messages
 
-    async def _keep(
-        self, body: ResponseRequest, identity: Identity, stored: StoredResponse
-    ) -> None:
+    async def _keep(self, body: ResponseRequest, tenant: str, stored: StoredResponse) -> None:
         """Keeps a response that is complete. Only who asked for it is told that it cannot be."""
         if body.store is False:
             return
         answered = messages_of(stored.response["output"], "output")
         try:
             await self._store.save(
-                identity.tenant,
+                tenant,
                 msgspec.structs.replace(stored, messages=[*stored.messages, *answered]),
             )
         except Unavailable:
@@ -222,7 +226,9 @@ class Responses:
         stream = EventStream(send)
         try:
             try:
-                await StreamedAnswer(self._pipeline, job, form, self._ping_seconds).answer(stream)
+                run = self._runs.begin(job)
+                with run.being_read():
+                    await StreamedAnswer(run, form, self._ping_seconds).answer(stream)
             except Exception as error:
                 await stream.close(form.failure_events(as_typed(error)))
             if stored.response["status"] in ("failed", "cancelled"):

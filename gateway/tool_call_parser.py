@@ -1,7 +1,7 @@
 """Finds tool calls in a text while it still comes; what is no call stays text, to the letter."""
 
+import hashlib
 import re
-import secrets
 from collections.abc import Callable, Collection
 from typing import Final
 
@@ -29,19 +29,22 @@ class ToolCallParser:
     comes until then is held, and given back as text if it proves to be no call. Blanks next to a
     call are layout and belong to no text. Calls beyond `max_calls` are left out.
 
-    begins_bare: calls may begin the text without their opener, whatever the format.
+    begins_bare: calls may begin the text without their opener, whatever the format. key: what the
+    calls' ids are made from, so that whoever reads the text finds the same.
     """
 
     def __init__(
         self,
         form: CallFormat,
         names: Collection[str],
+        key: str,
         *,
         max_calls: int | None = None,
         begins_bare: bool = False,
     ) -> None:
         self._form = form
         self._names = names
+        self._key = key
         self._max_calls = max_calls
         self._bare_beginnings = (
             "{" + form.bracket if begins_bare else "{" if form.begins_bare else ""
@@ -158,8 +161,8 @@ class ToolCallParser:
         self.num_calls += 1
         self._after_call = True
         self._at_start = False
-        call_id = f"call_{secrets.token_hex(_CALL_ID_BYTES)}"
-        self._give_call(CallStart(self.num_calls - 1, call_id, name))
+        index = self.num_calls - 1
+        self._give_call(CallStart(index, _call_id(f"{self._key}:{index}"), name))
 
     def _tail(self, text: str) -> str:
         """After a call: the closer, or a separator and the next call, or text after all."""
@@ -198,6 +201,10 @@ class ToolCallParser:
     def _give_call(self, event: CallStart | CallArguments) -> None:
         if self._max_calls is None or event.index < self._max_calls:
             self._events.append(event)
+
+
+def _call_id(key: str) -> str:
+    return f"call_{hashlib.blake2b(key.encode(), digest_size=_CALL_ID_BYTES).hexdigest()}"
 
 
 def _length(pattern: re.Pattern[str], text: str) -> int:

@@ -85,10 +85,16 @@ def events_of(response: httpx2.Response) -> list[Any]:
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
     events = [event for event in response.text.split("\n\n") if event]
-    data = [event.removeprefix("data: ") for event in events if not event.startswith(":")]
+    data = [data_of(event) for event in events if not event.startswith(":")]
     assert data.count("[DONE]") == 1
     assert data[-1] == "[DONE]"
     return [json.loads(event) for event in data[:-1]]
+
+
+def data_of(event: str) -> str:
+    """The data of one event, which may have an id."""
+    (data,) = [line for line in event.split("\n") if line.startswith("data: ")]
+    return data.removeprefix("data: ")
 
 
 def chunks_of(response: httpx2.Response, index: int = 0) -> list[dict[str, Any]]:

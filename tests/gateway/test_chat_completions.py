@@ -67,7 +67,7 @@ async def test_a_stream_has_openais_shape(line: GatewayLine) -> None:
     assert all("usage" not in event for event in events)
     first, *_, last = chunks_of(response)
     assert first["delta"]["role"] == "assistant"
-    assert last == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
+    assert (last["index"], last["logprobs"], last["finish_reason"]) == (0, None, "stop")
     assert streamed_text(response) == "Hello there"
 
 
@@ -78,7 +78,7 @@ async def test_characters_that_some_clients_take_for_line_ends_are_escaped(
     line.detok.script = pieces(text)
     response = await line.chat(stream=True)
     assert streamed_text(response) == text
-    assert len(response.text.splitlines()) == 2 * (len(events_of(response)) + 1)
+    assert len(response.text.splitlines()) == 3 * (len(events_of(response)) + 1)
 
 
 async def test_messages_reach_the_template_with_keys_unknown_to_us(line: GatewayLine) -> None:
@@ -228,8 +228,7 @@ async def test_an_answer_of_no_tokens_shown_still_has_a_role(line: GatewayLine) 
     line.detok.script = DetokScript([output(finish=STOP)])
     response = await line.chat(stream=True)
     assert [chunk["delta"] for chunk in chunks_of(response)] == [
-        {"role": "assistant", "content": ""},
-        {},
+        {"role": "assistant", "content": ""}
     ]
     assert whole_text(await line.chat()) == ""
 

@@ -7,14 +7,15 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.answers import Choice
+from gateway.answer_form import Choice
 from gateway.completions import CompletionForm
-from gateway.generation import Usage
 from gateway.lanes import LineModel
 from gateway.openai_schema import CompletionRequest
+from gateway.usage import Usage
 from protos.common.v1 import common_pb2
 from protos.detok.v1 import detok_pb2
 from protos.wire.stream_adapter import detok_adapter
+from tests.fakes.calls import new_call
 from tests.fakes.scripted_detok import output
 
 MODEL = LineModel("m", "f" * 64, (1,), 100, 258)
@@ -40,7 +41,7 @@ def test_joined_deltas_are_the_whole_answer(
     prompt: str, tokens: list[str], data: st.DataObject
 ) -> None:
     body = CompletionRequest(model="m", prompt=prompt, logprobs=1, echo=True)
-    form = CompletionForm("id", MODEL, body, [prompt])
+    form = CompletionForm(new_call(), MODEL, body, [prompt])
     merged: list[detok_pb2.Output] = []
     choice = Choice()
     for one in outputs_of(prompt, tokens):

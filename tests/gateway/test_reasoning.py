@@ -13,7 +13,7 @@ READING = TextReading(has_reasoning=True)
 
 
 def read(pieces: Sequence[str], in_reasoning: bool = False) -> tuple[str, str]:
-    reducer = ChatReducer(READING, in_reasoning=in_reasoning)
+    reducer = ChatReducer(READING, "key", in_reasoning=in_reasoning)
     events = [event for piece in pieces for event in reducer.feed(piece)] + reducer.end()
     thoughts = "".join(event.text for event in events if isinstance(event, ReasoningPiece))
     return thoughts, "".join(event.text for event in events if isinstance(event, ContentPiece))
@@ -41,7 +41,7 @@ def test_thoughts_and_answer(text: str, in_reasoning: bool, expected: tuple[str,
 
 
 def test_thoughts_stream_as_they_come() -> None:
-    reducer = ChatReducer(READING)
+    reducer = ChatReducer(READING, "key")
     assert reducer.feed("<think>\nhm") == [ReasoningPiece("hm")]
     assert reducer.feed(", so </th") == [ReasoningPiece(", so")]
     assert reducer.feed("ink>\n") == []

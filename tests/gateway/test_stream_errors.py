@@ -16,7 +16,14 @@ from protos.wire.errors import (
     TokenlineError,
     Unavailable,
 )
-from tests.fakes.gateway_line import MODEL, GatewayLine, eventually, streamed_text, whole_text
+from tests.fakes.gateway_line import (
+    MODEL,
+    GatewayLine,
+    data_of,
+    eventually,
+    streamed_text,
+    whole_text,
+)
 from tests.fakes.scripted_detok import DetokScript, output, pieces
 from tests.fakes.waiting import until
 
@@ -80,10 +87,10 @@ async def test_bug_22_an_error_in_mid_stream_is_one_event_then_done(
                 gate.set()
     assert received.count(b"[DONE]") == 1
     *chunks, error, done = [event for event in received.decode().split("\n\n") if event]
-    assert done == "data: [DONE]"
-    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "engine_fault"
+    assert data_of(done) == "[DONE]"
+    assert json.loads(data_of(error))["error"]["code"] == "engine_fault"
     for chunk in chunks:
-        assert json.loads(chunk.removeprefix("data: "))["choices"][0]["finish_reason"] is None
+        assert json.loads(data_of(chunk))["choices"][0]["finish_reason"] is None
     record = await line.record_when(request_id)
     assert (record["state"], record["finish_reason"]) == ("finished", "error")
     healthy_gate.set()

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from gateway.chat_form import ChatForm
 from gateway.chat_reducer import TextReading
 from gateway.completions import CompletionForm
-from gateway.generation import Usage
 from gateway.lanes import LineModel
 from gateway.openai_schema import ChatCompletionRequest, CompletionRequest
 from gateway.tool_call_format import HERMES, LLAMA3_JSON, MISTRAL
+from gateway.usage import Usage
 from protos.common.v1 import common_pb2
 from protos.detok.v1 import detok_pb2
 from protos.wire.stream_adapter import detok_adapter
+from tests.fakes.calls import new_call
 from tests.fakes.scripted_detok import output
 
 MODEL = LineModel('m"%s', "f" * 64, (1,), 100, 258)
@@ -75,7 +76,7 @@ def joined(chunks: Sequence[Any], *path: str) -> list[Any]:
 def test_chat(generation: tuple[list[detok_pb2.Output], list[detok_pb2.Output]]) -> None:
     outputs, merged = generation
     body = ChatCompletionRequest(model="m", messages=b"[]", logprobs=True)  # type: ignore[arg-type]
-    form = ChatForm("id", MODEL, body)
+    form = ChatForm(new_call(), MODEL, body)
     chunks = [
         event["choices"][0] for one in merged for event in events(form.output_events(0, one, USAGE))
     ]
@@ -129,7 +130,7 @@ def test_chats_with_tools_and_thoughts(
     data: st.DataObject,
 ) -> None:
     body = ChatCompletionRequest(model="m", messages=b"[]")  # type: ignore[arg-type]
-    form = ChatForm("id", MODEL, body, reading)
+    form = ChatForm(new_call(), MODEL, body, reading)
     form.begin(in_reasoning=in_reasoning)
     text = "".join(scraps)
     places = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
@@ -152,7 +153,7 @@ def test_chats_with_tools_and_thoughts(
 @given(generations())
 def test_completions(generation: tuple[list[detok_pb2.Output], list[detok_pb2.Output]]) -> None:
     outputs, merged = generation
-    form = CompletionForm("id", MODEL, CompletionRequest(model="m", prompt="p", logprobs=1))
+    form = CompletionForm(new_call(), MODEL, CompletionRequest(model="m", prompt="p", logprobs=1))
     chunks = [
         event["choices"][0] for one in merged for event in events(form.output_events(0, one, USAGE))
     ]

@@ -17,7 +17,7 @@ FORMATS = {"hermes": HERMES, "llama3_json": LLAMA3_JSON, "mistral": MISTRAL}
 
 
 def parse(form: CallFormat, pieces: Sequence[str], **options: Any) -> list[ChatEvent]:
-    parser = ToolCallParser(form, NAMES, **options)
+    parser = ToolCallParser(form, NAMES, "key", **options)
     events = [event for piece in pieces for event in parser.feed(piece)]
     return joined_events(events + parser.end())
 
@@ -124,7 +124,7 @@ def test_arguments_that_are_cut_short_are_told_as_far_as_they_came() -> None:
 
 
 def test_arguments_stream_as_they_come() -> None:
-    parser = ToolCallParser(HERMES, NAMES)
+    parser = ToolCallParser(HERMES, NAMES, "key")
     assert parser.feed('<tool_call>{"name":"g","argu') == []
     start, begun = parser.feed('ments":{"a"')
     assert isinstance(start, CallStart)

@@ -51,7 +51,7 @@ def written(form: CallFormat, *calls: tuple[str, str]) -> str:
 
 def read(form: CallFormat, text: str) -> ChatChoice:
     reading = TextReading(call_format=form, begins_bare=bool(form.bracket), **READING)  # type: ignore[arg-type]
-    choice = ChatChoice(ChatReader(reading, in_reasoning=False))
+    choice = ChatChoice(ChatReader(reading, "key", in_reasoning=False))
     choice.add(detok_pb2.Output(text=text))
     choice.add(detok_pb2.Output(finish=common_pb2.Finish(reason=common_pb2.FINISH_REASON_STOP)))
     return choice
