@@ -190,8 +190,7 @@ class Links:
             # A connection made later is of a port that is not known yet.
             relay.hold(
                 lambda connection: (
-                    connection.caller_port in present
-                    or connection.caller_port in local_ports(pid)
+                    connection.caller_port in present or connection.caller_port in local_ports(pid)
                 )
             )
 
