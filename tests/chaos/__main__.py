@@ -6,19 +6,24 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from protos.wire.model_files import model_name
+from tests.chaos.aborts import run_aborts
+from tests.chaos.cancel_latency import measure_cancels
 from tests.chaos.faults import FAULTS
+from tests.chaos.fencing import Fencing
 from tests.chaos.line import SERVICES, LineOptions, chaos_line
 from tests.chaos.model import write_chaos_model
 from tests.chaos.report import Table
 from tests.chaos.rounds import Rounds, run_faults
 from tests.chaos.workload import make_workload
 
-PARTS = ("faults",)
+_FEW_BLOCKS: Final = ("--kv-memory", "16MiB")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -28,6 +33,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=64, help="of each round")
     parser.add_argument("--services", default=",".join(SERVICES))
     parser.add_argument("--faults", default=",".join(FAULTS))
+    parser.add_argument("--replicas", type=int, default=2, help="of engine, detok, tokenizer")
+    parser.add_argument("--requests", type=int, default=10_000, help="that are given up")
+    parser.add_argument("--cancels", type=int, default=150, help="that are timed, in each way")
     parser.add_argument("--seed", type=int, default=4)
     parser.add_argument("--model", type=Path, help="instead of a small random one")
     parser.add_argument("--logs", type=Path, help="directory of the processes' output")
@@ -48,7 +56,7 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-async def faults_part(options: argparse.Namespace, line_options: LineOptions) -> Table:
+async def faults_part(options: argparse.Namespace, line_options: LineOptions) -> list[Table]:
     async with chaos_line(line_options) as line:
         workload = make_workload(model_name(line_options.model), options.streams, options.seed)
         rounds = Rounds(line, workload, options.seed)
@@ -58,27 +66,47 @@ async def faults_part(options: argparse.Namespace, line_options: LineOptions) ->
         cells = [("engine", "none")] + [
             (service, fault) for service in options.services for fault in options.faults
         ]
-        return await run_faults(rounds, cells, options.rounds, say)
+        return [await run_faults(rounds, cells, options.rounds, say)]
+
+
+async def aborts_part(options: argparse.Namespace, line_options: LineOptions) -> list[Table]:
+    model = model_name(line_options.model)
+    # Few blocks, so that all of their memory has been touched before it is measured.
+    few_blocks = replace(line_options, engine_arguments=("--num-threads", "1", *_FEW_BLOCKS))
+    async with chaos_line(few_blocks) as line:
+        left = await run_aborts(line, model, options.requests, options.seed, say)
+        return [left, await measure_cancels(line, model, options.cancels)]
+
+
+async def fencing_part(options: argparse.Namespace, line_options: LineOptions) -> list[Table]:
+    async with chaos_line(line_options) as line:
+        fencing = Fencing(line, model_name(line_options.model), options.seed)
+        return [await fencing.run(options.rounds, say)]
 
 
 async def run(options: argparse.Namespace, directory: Path) -> bool:
     model = options.model or write_chaos_model(directory / "chaos-model", options.seed)
     line_options = LineOptions(
         model,
-        options.logs or directory / "logs",
-        ("--num-threads", "1", "--kv-memory", "256MiB"),
-        ("--ping-seconds", "0.5", "--tool-call-format", "hermes"),
+        options.logs or directory / "run",
+        ("--num-threads", "1", "--kv-memory", "128MiB"),
+        ("--ping-seconds", "0.5", "--tool-call-format", "hermes", "--record-ttl-seconds", "30"),
+        options.replicas,
     )
-    parts: dict[str, Callable[[argparse.Namespace, LineOptions], object]] = {
-        "faults": faults_part,
-    }
-    tables = {}
+    tables: list[tuple[str, Table]] = []
     for name in PARTS if options.only == "all" else (options.only,):
         say(f"--- {name}")
-        tables[name] = await parts[name](options, line_options)  # type: ignore[misc]
-    for name, table in tables.items():
+        tables += [(name, table) for table in await PARTS[name](options, line_options)]
+    for name, table in tables:
         say(f"\n=== {name}\n{table}")
-    return all(table.is_good for table in tables.values())
+    return all(table.is_good for _, table in tables)
+
+
+PARTS: Final[dict[str, Callable[[argparse.Namespace, LineOptions], Awaitable[list[Table]]]]] = {
+    "faults": faults_part,
+    "aborts": aborts_part,
+    "fencing": fencing_part,
+}
 
 
 async def run_until_signal(options: argparse.Namespace, directory: Path) -> bool:

@@ -1,10 +1,12 @@
 """A client that notes when each event came, what came twice, and how often it had to reconnect."""
 
 import asyncio
+import copy
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final
 
 from tests.chaos.answer import Answer
@@ -40,27 +42,31 @@ class Outcome:
     is_complete: bool = False
 
     @property
+    def num_events(self) -> int:
+        return max(0, len(self.times) - 1)
+
+    @property
     def is_live(self) -> bool:
         return bool(self.times) and not self.is_complete and not self.broken
 
     def longest_pause(self, since: float = 0.0) -> float:
         """The longest time without an event, of the pauses that ended after `since`."""
-        pauses = [
-            after - before
-            for before, after in zip(self.times, self.times[1:], strict=False)
-            if after >= since
-        ]
+        pauses = [after - before for before, after in pairwise(self.times) if after >= since]
         return max(pauses, default=0.0)
 
 
 @dataclass(frozen=True)
 class ClientOptions:
-    """`key` is empty for a client that neither repeats nor resumes."""
+    """`key` is empty for a client that neither repeats nor resumes.
+
+    silence_seconds: None for what suits the request. Without `request_id` the gateway makes one.
+    """
 
     urls: Sequence[str]
     key: str = ""
     deadline_seconds: float = 60.0
     silence_seconds: float | None = None
+    request_id: str = ""
 
 
 class Client:
@@ -76,6 +82,12 @@ class Client:
         if not options.key:
             self._silence = options.deadline_seconds
         self._seen_at_last_id: set[str] = set()
+
+    def resume(self, earlier: "Client") -> None:
+        """Takes on what another client has received up to now; that one is left as it is."""
+        self.outcome = copy.deepcopy(earlier.outcome)
+        self.outcome.times.clear()
+        self._seen_at_last_id = set(earlier._seen_at_last_id)
 
     async def run(self) -> Outcome:
         """Never raises but CancelledError: what goes wrong is in the outcome."""
@@ -94,32 +106,33 @@ class Client:
         pause, urls = _FIRST_PAUSE_SECONDS, self._options.urls
         number = self._request.number
         while not self.outcome.is_complete:
-            had_events = len(self.outcome.times) > 1
             try:
                 await self._attempt(urls[number % len(urls)])
             except (Broken, OSError) as error:
                 self.outcome.faults.append(f"{type(error).__name__}: {error}")
-                self._check_may_repeat(had_events)
+                self._check_may_repeat()
                 if isinstance(error, _NotNow):
                     self.outcome.num_refusals += 1
                     pause = max(pause, error.retry_after_seconds)
-                elif len(self.outcome.times) > 1:
+                elif self.outcome.num_events:
                     self.outcome.num_reconnects += 1
                 number += 1
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
-    def _check_may_repeat(self, had_events: bool) -> None:
+    def _check_may_repeat(self) -> None:
         outcome = self.outcome
         if not self._options.key:
             raise _Broken(outcome.faults[-1])
-        if len(outcome.times) > 1 and not outcome.last_id:
+        if outcome.num_events and not outcome.last_id:
             raise _Broken(f"cannot resume, events have no ids; {outcome.faults[-1]}")
 
     async def _attempt(self, url: str) -> None:
         headers = {}
         if self._options.key:
-            headers = {"idempotency-key": self._options.key}
+            headers["idempotency-key"] = self._options.key
+        if self._options.request_id:
+            headers["x-request-id"] = self._options.request_id
         if self.outcome.last_id:
             headers["last-event-id"] = self.outcome.last_id
         async with exchange(

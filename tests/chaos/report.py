@@ -2,7 +2,7 @@
 
 
 class Table:
-    """`columns` are names between blanks, which `note` explains. `is_good`: whether every row is."""
+    """`columns` are names between blanks, explained by `note`. `is_good`: whether all rows are."""
 
     def __init__(self, columns: str, note: str = "") -> None:
         self._rows: list[tuple[str, ...]] = [tuple(columns.split())]
