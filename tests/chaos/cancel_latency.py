@@ -53,7 +53,9 @@ async def connected_engines(line: ChaosLine) -> AsyncIterator[Engines]:
         yield Engines([engine_pb2_grpc.EngineServiceStub(channel) for channel in channels])
 
 
-async def measure_cancels(line: ChaosLine, model: str, num_samples: int) -> Table:
+async def measure_cancels(
+    line: ChaosLine, model: str, num_samples: int, *, judges_time: bool
+) -> Table:
     """One request at a time, given up in mid-stream in each of three ways."""
     table = Table(
         "cancel samples step p50 p99 worst",
@@ -73,7 +75,7 @@ async def measure_cancels(line: ChaosLine, model: str, num_samples: int) -> Tabl
                 way.replace(" ", "_"),
                 num_samples,
                 *(f"{number * 1000:.1f}" for number in numbers),
-                is_good=p99 <= LIMIT_SECONDS,
+                is_good=p99 <= LIMIT_SECONDS or not judges_time,
             )
     return table
 

@@ -4,7 +4,7 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -73,15 +73,15 @@ class Tally:
 
 
 class Rounds:
-    """Runs rounds on one line. `salt` keeps the keys of two runs on one Redis apart."""
+    """Runs rounds on one line. judges_time: whether a stream that takes too long is a failure."""
 
     def __init__(
-        self, line: ChaosLine, workload: Sequence[Request], seed: int, salt: str = ""
+        self, line: ChaosLine, workload: Sequence[Request], seed: int, *, judges_time: bool
     ) -> None:
         self._line = line
         self._workload = list(workload)
         self._seed = seed
-        self._salt = salt
+        self._judges_time = judges_time
         self._reference = Reference({})
         self._num_rounds = 0
 
@@ -109,7 +109,7 @@ class Rounds:
 
     async def run(self, service: str, fault: str, num_rounds: int) -> Tally:
         """Rounds with one fault each; `fault` "none" for none."""
-        tally = Tally(service, fault)
+        tally = Tally(service, fault, judges_time=self._judges_time)
         for number in range(num_rounds):
             source = random.Random(f"{self._seed} {service} {fault} {number}")
             await self._round(tally, source)
@@ -139,7 +139,7 @@ class Rounds:
         # Only gateways, which clients are connected to, may make a client reconnect. So elsewhere
         # every other client is one that cannot.
         has_key = tally.service == "gateway" or not request.streams or request.number % 4 < 2
-        key = f"{self._salt}{self._num_rounds}-{request.number}" if has_key else ""
+        key = f"chaos-{self._num_rounds}-{request.number}" if has_key else ""
         return Client(request, ClientOptions(self._line.urls, key))
 
     def _judge(self, tally: Tally, outcome: Outcome, hit_at: float, away: float) -> None:
@@ -226,7 +226,6 @@ async def run_faults(
     cells: Sequence[tuple[str, str]],
     num_rounds: int,
     say: Callable[[str], None],
-    after_cell: Callable[[], Awaitable[None]] | None = None,
 ) -> Table:
     """All cells, told as they come. The table's `is_good` says whether all was well."""
     tallies = []
@@ -240,6 +239,4 @@ async def run_faults(
             say(f"  {example}")
         if len(tally.examples) > _MAX_EXAMPLES:
             say(f"  … and {len(tally.examples) - _MAX_EXAMPLES} more")
-        if after_cell is not None:
-            await after_cell()
     return fault_table(tallies)
