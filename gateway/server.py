@@ -19,6 +19,7 @@ from gateway.connection_limits import (
     watch_peers,
 )
 from gateway.http_protocol import HttpProtocol
+from gateway.liveness import make_owner
 from gateway.redis_client import open_redis
 from gateway.settings import Settings
 from protos.wire.errors import StartupError
@@ -55,7 +56,8 @@ async def serve_until(
     with _listen(settings.host, settings.port) as listener:
         watch_peers(listener, limits.send_timeout_seconds)
         port = listener.getsockname()[1]
-        async with open_redis(settings.redis) as redis, Gateway(settings, redis) as gateway:
+        owner = make_owner(settings.host, port)
+        async with open_redis(settings.redis) as redis, Gateway(settings, redis, owner) as gateway:
             server = Server(uvicorn_config(gateway.app, limits))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             try:
