@@ -2,6 +2,7 @@
 
 import hashlib
 import secrets
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -16,6 +17,7 @@ from protos.common.v1 import common_pb2
 from protos.tokenizer.v1 import tokenizer_pb2
 
 _SEED_BYTES: Final = 8
+_KEY_BYTES: Final = 16
 # Seeds that requests bring none of: not negative, so that they read well in a record.
 _RANDOM_SEED_BITS: Final = 63
 
@@ -31,7 +33,8 @@ class Job:
     default, or all the room that the prompt leaves; 0, that the prompt is to be computed and
     nothing more. `timeout_seconds` is for the whole request; None for no limit. `prompt_param`
     and `max_tokens_param` name the fields for errors, and `grammar_param` the one that asks for
-    `sampling.grammar`. `shown_control_tokens`: those that stay in the text in any case.
+    `sampling.grammar`. `shown_control_tokens`: those that stay in the text in any case. `tenant`:
+    whose API key it carries; empty where no keys are asked for.
     """
 
     request_id: str
@@ -56,6 +59,7 @@ class Job:
     timeout_seconds: float | None
     grammar_param: str = ""
     shown_control_tokens: tuple[str, ...] = ()
+    tenant: str = ""
 
     @property
     def num_sequences(self) -> int:
@@ -106,12 +110,37 @@ def job_from(
         cache_salt=_cache_salt(body.cache_salt or "", identity.tenant),
         timeout_seconds=body.timeout,
         grammar_param=structure.param if structure is not None else "",
+        tenant=identity.tenant,
     )
 
 
 def _cache_salt(given: str, tenant: str) -> str:
     """Prompts of different API keys share no cache block, whatever salts they choose."""
     return f"{tenant}:{given}" if tenant else given
+
+
+def retry_keys(job: Job) -> tuple[bytes, bytes]:
+    """What tells that a request comes again: by its id, and by what it asks.
+
+    A seed may have been drawn here, so that it says nothing.
+    """
+    what = common_pb2.SamplingParameters()
+    what.CopyFrom(job.sampling)
+    what.ClearField("seed")
+    asked = hashlib.blake2b(digest_size=_KEY_BYTES)
+    for part in (
+        repr((job.tenant, job.endpoint, job.num_choices, job.max_tokens, job.stop)).encode(),
+        what.SerializeToString(deterministic=True),
+        *(
+            array("Q", prompt).tobytes()
+            if isinstance(prompt, tuple)
+            else prompt.SerializeToString(deterministic=True)
+            for prompt in job.prompts
+        ),
+    ):
+        asked.update(len(part).to_bytes(8, "little") + part)
+    named = repr((job.tenant, job.request_id)).encode()
+    return hashlib.blake2b(named, digest_size=_KEY_BYTES).digest(), asked.digest()
 
 
 def choice_seed(seed: int, index: int) -> int:
