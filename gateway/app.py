@@ -1,7 +1,5 @@
 """The gateway's parts put together, and the routes that lead to them."""
 
-import os
-import socket
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Final, Self
@@ -45,9 +43,12 @@ _BROWSED_PATHS: Final = frozenset({"/", "/docs", "/openapi.json"})
 
 
 class Gateway:
-    """An async context manager: inside it, `app` serves. Construct it on the running loop."""
+    """An async context manager: inside it, `app` serves. Construct it on the running loop.
 
-    def __init__(self, settings: Settings, redis: AnyRedis) -> None:
+    `owner` names this incarnation of the gateway.
+    """
+
+    def __init__(self, settings: Settings, redis: AnyRedis, owner: str) -> None:
         self.metrics = Metrics()
         self.lanes = Lanes(settings.tokenizer, settings.detok, settings.engine)
         self.ledger = Ledger(
@@ -58,9 +59,10 @@ class Gateway:
             on_cancel=lambda request_id, incarnation: self.admission.cancel(
                 request_id, incarnation
             ),
+            owner=owner,
         )
         self.admission = Admission(
-            f"{socket.gethostname()}:{os.getpid()}",
+            owner,
             settings.max_live_requests,
             self.metrics,
             self.ledger.save,

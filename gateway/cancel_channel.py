@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 # Stands for any incarnation, in a flag and in a message.
 ANY_INCARNATION: Final = "*"
 # A subscription that has been silent this long is asked for a sign of life; twice, and it is dead.
-_SILENCE_SECONDS: Final = 5.0
+_SILENCE_SECONDS: Final = 1.0
 _BACKOFF_SECONDS: Final = 0.5
 
 

@@ -43,6 +43,14 @@ class Unauthorized(TokenlineError):
     http_status = 401
 
 
+class QueueFull(Overloaded):
+    """More requests wait than can be served soon. `retry_after_seconds` is when to come again."""
+
+    def __init__(self, message: str, *, retry_after_seconds: int) -> None:
+        super().__init__(message, code="too_many_requests")
+        self.retry_after_seconds = retry_after_seconds
+
+
 class ClientDisconnected(RequestCancelled):
     """The client closed its connection before the answer was complete."""
 
@@ -55,11 +63,16 @@ def error_body(error: TokenlineError) -> dict[str, Any]:
     return {
         "error": {
             "message": shown_message(error),
-            "type": _TYPES.get(type(error), "invalid_request_error"),
+            "type": _type(error),
             "param": error.param or None,
             "code": error.code or None,
         }
     }
+
+
+def _type(error: TokenlineError) -> str:
+    names = (name for kind, name in _TYPES.items() if isinstance(error, kind))
+    return next(names, "invalid_request_error")
 
 
 def json_response(
@@ -74,7 +87,10 @@ def error_response(error: TokenlineError, path: str) -> Response:
     """The answer to a request of `path`, in the shape that the clients of that path expect."""
     headers = {}
     if isinstance(error, Overloaded | Unavailable):
-        headers["retry-after"] = str(RETRY_AFTER_SECONDS)
+        seconds = RETRY_AFTER_SECONDS
+        if isinstance(error, QueueFull):
+            seconds = error.retry_after_seconds
+        headers = {"retry-after": str(seconds), "retry-after-ms": str(1000 * seconds)}
     is_for_messages = path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
     body = message_error_body(error) if is_for_messages else error_body(error)
     return json_response(body, error.http_status, headers)

@@ -2,6 +2,7 @@
 
 import hashlib
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -17,6 +18,7 @@ from protos.common.v1 import common_pb2
 from protos.tokenizer.v1 import tokenizer_pb2
 
 _SEED_BYTES: Final = 8
+_KEY_BYTES: Final = 16
 
 # Text still to be encoded, or token ids as the client gave them.
 Prompt = tokenizer_pb2.EncodeRequest | tuple[int, ...]
@@ -31,7 +33,8 @@ class Job:
     nothing more. `timeout_seconds` is for the whole request, which began at `started_at` in unix
     seconds; None for no limit. `reading`: how the text of a choice is to be read. `prompt_param`
     and `max_tokens_param` name the fields for errors, and `grammar_param` the one that asks for
-    `sampling.grammar`. `shown_control_tokens`: those that stay in the text in any case.
+    `sampling.grammar`. `shown_control_tokens`: those that stay in the text in any case. `tenant`:
+    whose API key it carries; empty where no keys are asked for.
     """
 
     request_id: str
@@ -58,6 +61,7 @@ class Job:
     reading: TextReading
     grammar_param: str = ""
     shown_control_tokens: tuple[str, ...] = ()
+    tenant: str = ""
 
     @property
     def seconds_left(self) -> float | None:
@@ -117,12 +121,37 @@ def job_from(
         timeout_seconds=body.timeout,
         reading=TextReading(),
         grammar_param=structure.param if structure is not None else "",
+        tenant=call.tenant,
     )
 
 
 def _cache_salt(given: str, tenant: str) -> str:
     """Prompts of different API keys share no cache block, whatever salts they choose."""
     return f"{tenant}:{given}" if tenant else given
+
+
+def retry_keys(job: Job) -> tuple[bytes, bytes]:
+    """What tells that a request comes again: by its id, and by what it asks.
+
+    A seed may have been drawn here, so that it says nothing.
+    """
+    what = common_pb2.SamplingParameters()
+    what.CopyFrom(job.sampling)
+    what.ClearField("seed")
+    asked = hashlib.blake2b(digest_size=_KEY_BYTES)
+    for part in (
+        repr((job.tenant, job.endpoint, job.num_choices, job.max_tokens, job.stop)).encode(),
+        what.SerializeToString(deterministic=True),
+        *(
+            array("Q", prompt).tobytes()
+            if isinstance(prompt, tuple)
+            else prompt.SerializeToString(deterministic=True)
+            for prompt in job.prompts
+        ),
+    ):
+        asked.update(len(part).to_bytes(8, "little") + part)
+    named = repr((job.tenant, job.request_id)).encode()
+    return hashlib.blake2b(named, digest_size=_KEY_BYTES).digest(), asked.digest()
 
 
 def choice_seed(seed: int, index: int) -> int:

@@ -5,13 +5,14 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
-
-from redis.exceptions import RedisError
+from typing import Final
 
 from gateway.ledger_keys import LedgerKeys
+from gateway.ledger_scripts import UPDATE_INDEX, WRITE_RECORD
 from gateway.records import RequestRecord
+from gateway.redis_batch import FAILURES, Batch, WrongType
 from gateway.redis_client import AnyRedis
+from gateway.redis_state import RedisState
 
 logger = logging.getLogger(__name__)
 
@@ -21,19 +22,19 @@ _BATCH_RECORDS: Final = 500
 # Live records are written anew this often: counts move on, and their time to live is renewed.
 _REFRESH_SECONDS: Final = 5.0
 # A live record of a gateway that died lapses after this long.
-_LIVE_TTL_SECONDS: Final = 60
+LIVE_TTL_SECONDS: Final = 60
 _FIRST_BACKOFF_SECONDS: Final = 0.1
-_LAST_BACKOFF_SECONDS: Final = 2.0
-_FLUSH_SECONDS: Final = 2.0
+_LAST_BACKOFF_SECONDS: Final = 0.5
 # Records that wait while Redis is away; finished ones are given up, oldest first, beyond this.
 _MAX_UNWRITTEN: Final = 20_000
 
-_FAILURES: Final = (RedisError, OSError, TimeoutError)
-
 
 class LedgerWriter:
-    """`run` is the one task that writes. `take_flag(record, flag)` gets the cancel flag that was
-    there when a record was first written.
+    """`run` is the one task that writes.
+
+    `take_flag(record, flag)` gets the cancel flag that was there when a record was first written;
+    `on_fenced(record)` is told of a record that another gateway has taken, and which stayed as that
+    one wrote it.
     """
 
     def __init__(
@@ -41,26 +42,43 @@ class LedgerWriter:
         redis: AnyRedis,
         keys: LedgerKeys,
         ttl_seconds: int,
+        state: RedisState,
         live_records: Callable[[], Iterable[RequestRecord]],
         take_flag: Callable[[RequestRecord, str | None], None],
+        on_fenced: Callable[[RequestRecord], None],
     ) -> None:
-        self.available = False
         self.num_dropped = 0
         self._redis = redis
         self._keys = keys
         self._ttl_seconds = ttl_seconds
+        self._state = state
         self._live_records = live_records
         self._take_flag = take_flag
+        self._on_fenced = on_fenced
         self._unwritten: dict[str, RequestRecord] = {}
-        # Incarnations whose key was made by us, so that it holds nothing of an older request.
+        # Incarnations that were written, and whose flag was looked up.
         self._begun: set[str] = set()
+        # Incarnations that were handed over, and are not ours to write any more.
+        self._closed: set[str] = set()
         self._wakeup = asyncio.Event()
-        self._reported_away = False
+        self._refresh_at = 0.0
 
     def save(self, record: RequestRecord) -> None:
+        if record.incarnation in self._closed:
+            return
         self._unwritten[record.id] = record
         if len(self._unwritten) > _MAX_UNWRITTEN:
             self._drop_one()
+        self._wakeup.set()
+
+    def close(self, record: RequestRecord) -> None:
+        """Whatever is saved of this request from now on is not written."""
+        self._closed.add(record.incarnation)
+        self._unwritten.pop(record.id, None)
+
+    def refresh(self) -> None:
+        """Has every live record written again, now: Redis may have lost them."""
+        self._refresh_at = 0.0
         self._wakeup.set()
 
     def unwritten(self, request_id: str) -> RequestRecord | None:
@@ -69,102 +87,120 @@ class LedgerWriter:
 
     async def run(self) -> None:
         backoff = _FIRST_BACKOFF_SECONDS
-        refresh_at = 0.0
         while True:
-            if time.monotonic() >= refresh_at:
+            if time.monotonic() >= self._refresh_at:
+                self._refresh_at = time.monotonic() + _REFRESH_SECONDS
                 self._save_live()
-                refresh_at = time.monotonic() + _REFRESH_SECONDS
             try:
                 await self._write_batch()
-            except _FAILURES as error:
-                self._note_away(error)
+            except FAILURES as error:
+                self._state.note_away("records", error)
                 # What Redis held may be gone when it is back.
-                refresh_at = 0.0
+                self._refresh_at = 0.0
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, _LAST_BACKOFF_SECONDS)
                 continue
-            self._note_there()
+            except Exception:
+                logger.exception("records could not be written")
+                await asyncio.sleep(_LAST_BACKOFF_SECONDS)
+                continue
+            self._state.note_there("records")
             backoff = _FIRST_BACKOFF_SECONDS
             if not self._unwritten:
-                self._wakeup.clear()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wakeup.wait(), refresh_at - time.monotonic())
-                await asyncio.sleep(_GATHER_SECONDS)
+                await self._until_woken()
 
     async def flush(self) -> None:
-        """Writes what is left, while Redis takes it."""
-        with contextlib.suppress(*_FAILURES):
-            async with asyncio.timeout(_FLUSH_SECONDS):
-                while self._unwritten:
-                    await self._write_batch()
-        if self._unwritten:
-            logger.warning("%d records could not be written to Redis", len(self._unwritten))
+        """Writes what is left; one of FAILURES when Redis does not take it."""
+        while self._unwritten:
+            await self._write_batch()
+
+    @property
+    def num_unwritten(self) -> int:
+        return len(self._unwritten)
+
+    async def _until_woken(self) -> None:
+        self._wakeup.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wakeup.wait(), self._refresh_at - time.monotonic())
+        await asyncio.sleep(_GATHER_SECONDS)
 
     def _save_live(self) -> None:
         for record in self._live_records():
-            self._unwritten[record.id] = record
+            if record.incarnation not in self._closed:
+                self._unwritten[record.id] = record
 
     async def _write_batch(self) -> None:
         """One round trip. What fails stays unwritten."""
-        batch = list(self._unwritten.values())[:_BATCH_RECORDS]
-        for record in batch:
+        records = list(self._unwritten.values())[:_BATCH_RECORDS]
+        for record in records:
             del self._unwritten[record.id]
+        # As they are sent; they may move on before the reply.
+        live = [record.is_live for record in records]
+        fresh = [record for record in records if record.incarnation not in self._begun]
+        batch = Batch(self._redis)
+        for record in fresh:
+            batch.command("GET", self._keys.cancel(record.id))
+        for record, is_live in zip(records, live, strict=True):
+            add_record(
+                batch, self._keys, record, LIVE_TTL_SECONDS if is_live else self._ttl_seconds
+            )
+        self._add_index(batch, records, live)
         try:
-            fresh = [record for record in batch if record.incarnation not in self._begun]
-            live = [record for record in batch if record.is_live]
-            ended = [record for record in batch if not record.is_live]
-            results = await self._pipeline(fresh, live, ended).execute()
+            replies = await batch.execute()
         except BaseException:
-            for record in batch:
-                self._unwritten.setdefault(record.id, record)
+            for record in records:
+                if record.incarnation not in self._closed:
+                    self._unwritten.setdefault(record.id, record)
             raise
         self._begun.update(record.incarnation for record in fresh)
-        self._begun.difference_update(record.incarnation for record in ended)
-        for record, flag in zip(fresh, results[1 : 1 + 2 * len(fresh) : 2], strict=True):
-            self._take_flag(record, flag)
+        for record, flag in zip(fresh, replies, strict=False):
+            self._take_flag(record, flag if isinstance(flag, str) else None)
+        for record, is_live, reply in zip(records, live, replies[len(fresh) :], strict=False):
+            if not is_live:
+                self._begun.discard(record.incarnation)
+            self._note_reply(record, reply)
 
-    def _pipeline(
-        self,
-        fresh: Sequence[RequestRecord],
-        live: Sequence[RequestRecord],
-        ended: Sequence[RequestRecord],
-    ) -> Any:
-        """The commands of one batch: first DEL and GET of each fresh record, then all states."""
-        pipeline: Any = self._redis.pipeline(transaction=False)
-        for record in fresh:
-            pipeline.delete(self._keys.record(record.id))
-            pipeline.get(self._keys.cancel(record.id))
-        for records, ttl_seconds in ((live, _LIVE_TTL_SECONDS), (ended, self._ttl_seconds)):
-            for record in records:
-                key = self._keys.record(record.id)
-                pipeline.hset(key, mapping=record.to_hash())
-                pipeline.expire(key, ttl_seconds)
+    def _add_index(
+        self, batch: Batch, records: Sequence[RequestRecord], live: Sequence[bool]
+    ) -> None:
+        """Also the heartbeat that tells whether Redis is there when nothing has changed."""
         now = time.time()
-        if live:
-            lapse = now + _LIVE_TTL_SECONDS
-            pipeline.zadd(self._keys.live, {record.id: lapse for record in live})
-        if ended:
-            pipeline.zrem(self._keys.live, *(record.id for record in ended))
-        # Also the heartbeat that tells whether Redis is there when nothing has changed.
-        pipeline.zremrangebyscore(self._keys.live, "-inf", now)
-        pipeline.expire(self._keys.live, self._ttl_seconds)
-        return pipeline
+        batch.script(
+            UPDATE_INDEX,
+            self._keys.live,
+            now,
+            now + LIVE_TTL_SECONDS,
+            self._ttl_seconds,
+            sum(live),
+            *(record.id for record, is_live in zip(records, live, strict=True) if is_live),
+            *(record.id for record, is_live in zip(records, live, strict=True) if not is_live),
+        )
+
+    def _note_reply(self, record: RequestRecord, reply: object) -> None:
+        if isinstance(reply, WrongType):
+            logger.error("the key of request %s is not the ledger's: %s", record.id, reply)
+        elif not reply and record.incarnation not in self._closed:
+            self._on_fenced(record)
 
     def _drop_one(self) -> None:
         for request_id, record in self._unwritten.items():
             if not record.is_live:
                 del self._unwritten[request_id]
+                self._begun.discard(record.incarnation)
                 self.num_dropped += 1
                 return
 
-    def _note_away(self, error: BaseException) -> None:
-        self.available = False
-        if not self._reported_away:
-            self._reported_away = True
-            logger.warning("Redis is away, streams go on: %s", error)
 
-    def _note_there(self) -> None:
-        self.available = True
-        if self._reported_away:
-            self._reported_away = False
-            logger.info("Redis is back")
+def add_record(batch: Batch, keys: LedgerKeys, record: RequestRecord, ttl_seconds: int) -> None:
+    """Writes `record`, unless another owns it by now: then the reply is 0."""
+    fields = [part for field in record.to_hash().items() for part in field]
+    batch.script(
+        WRITE_RECORD,
+        keys.record(record.id),
+        record.epoch,
+        record.incarnation,
+        record.owner,
+        int(record.released or not record.is_live),
+        ttl_seconds,
+        *fields,
+    )

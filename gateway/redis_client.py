@@ -9,12 +9,13 @@ from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 from protos.wire.errors import StartupError
 
 # A hung server must not hold up what waits for it: lookups answer 503 after this long.
-TIMEOUT_SECONDS: Final = 2.0
+TIMEOUT_SECONDS: Final = 0.9
 _DEFAULT_PORT: Final = 6379
 _DEFAULT_SENTINEL_PORT: Final = 26379
 
@@ -68,7 +69,7 @@ def _options() -> dict[str, Any]:
         "socket_timeout": TIMEOUT_SECONDS,
         "socket_connect_timeout": TIMEOUT_SECONDS,
         # Once more at once, for a pooled connection that the server has closed meanwhile.
-        "retry": Retry(NoBackoff(), 1),
+        "retry": Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
     }
 
 

@@ -49,7 +49,7 @@ class Requests:
             else:
                 record = await self._ledger.find(candidate)
                 if record is not None and record.is_live:
-                    await self._ledger.request_cancel(record.id, record.incarnation)
+                    await self._ledger.request_cancel(record)
             if record is not None:
                 return record
         # It may have begun on another gateway a moment ago, and not be in the ledger yet.

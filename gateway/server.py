@@ -5,12 +5,21 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import uvicorn
 
 from gateway.app import Gateway
+from gateway.connection_limits import (
+    BACKLOG,
+    ConnectionLimits,
+    Connections,
+    connection_capacity,
+    watch_peers,
+)
 from gateway.http_protocol import HttpProtocol
+from gateway.liveness import make_owner
 from gateway.redis_client import open_redis
 from gateway.settings import Settings
 from protos.wire.errors import StartupError
@@ -18,8 +27,6 @@ from protos.wire.service import install_stop_signals
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG: Final = 2048
-_KEEP_ALIVE_SECONDS: Final = 75
 # How long requests that were cancelled by the drain have to say so to their clients.
 _CANCEL_GRACE_SECONDS: Final = 2.0
 _CLOSE_SECONDS: Final = 3
@@ -42,10 +49,16 @@ async def serve_until(
     settings: Settings, stop: asyncio.Event, bound: "asyncio.Future[int] | None" = None
 ) -> None:
     """Serves until `stop`, then drains. `bound` is told the port once connections are accepted."""
+    limits = ConnectionLimits(
+        max_connections=connection_capacity(settings.max_connections),
+        send_timeout_seconds=settings.send_timeout_seconds,
+    )
     with _listen(settings.host, settings.port) as listener:
+        watch_peers(listener, limits.send_timeout_seconds)
         port = listener.getsockname()[1]
-        async with open_redis(settings.redis) as redis, Gateway(settings, redis) as gateway:
-            server = Server(_uvicorn_config(gateway))
+        owner = make_owner(settings.host, port)
+        async with open_redis(settings.redis) as redis, Gateway(settings, redis, owner) as gateway:
+            server = Server(uvicorn_config(gateway.app, limits))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             try:
                 logger.info("listening on http://%s:%d", settings.host, port)
@@ -77,26 +90,28 @@ async def _until_stopped(stop: asyncio.Event, serving: "asyncio.Task[None]") -> 
         stopped.cancel()
 
 
-def _uvicorn_config(gateway: Gateway) -> uvicorn.Config:
+def uvicorn_config(app: Any, limits: ConnectionLimits) -> uvicorn.Config:
+    """How an ASGI application is served."""
+    protocol: Any = partial(HttpProtocol, connections=Connections(limits))
     return uvicorn.Config(
-        gateway.app,
-        http=HttpProtocol,
+        app,
+        http=protocol,
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_keep_alive=limits.idle_seconds,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
-        backlog=_BACKLOG,
+        backlog=BACKLOG,
     )
 
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise StartupError(
             f"port {port} on {host} is taken or may not be used ({error.strerror}); choose "

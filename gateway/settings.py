@@ -44,6 +44,25 @@ class Settings:
     max_live_requests: int = setting(
         1024, "Requests in progress beyond which new ones get HTTP 429.", minimum=1
     )
+    max_connections: int | None = setting(
+        None,
+        "Open connections; at the limit the one that has waited longest for a request is closed "
+        "for a new one, or the new one gets HTTP 503. Default: 4096, or what the limit of open "
+        "files allows.",
+        minimum=1,
+    )
+    max_queued_requests: int = setting(
+        0,
+        "Requests that may wait for an engine, each choice counted; more get HTTP 429 with a time "
+        "to come again. 0: half as many as the engines run at once.",
+        minimum=0,
+    )
+    max_queued_tokens: int = setting(
+        0,
+        "Tokens that they may be expected to take, prompt and answer. 0: half of what the "
+        "engines' KV caches hold.",
+        minimum=0,
+    )
     max_body_bytes: int = setting(
         16 << 20, "Largest request body, such as 16MiB.", parse=parse_size, minimum=1
     )
@@ -69,6 +88,9 @@ class Settings:
     )
     ping_seconds: float = setting(
         15.0, "A stream with nothing to say sends a comment this often.", minimum=0.01
+    )
+    send_timeout_seconds: float = setting(
+        60.0, "A client that takes nothing of its answer for so long is disconnected.", minimum=0.1
     )
     drain_seconds: float = setting(
         30.0, "How long requests in progress may go on after SIGTERM.", minimum=0.0

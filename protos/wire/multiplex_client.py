@@ -2,7 +2,8 @@
 
 Every submit ends in exactly one output with `finish`, whatever happens: the server's own, or one
 made here when the connection is lost or cannot be made (`FINISH_REASON_ERROR`, kind UNAVAILABLE).
-The connection is made again by itself, with back-off.
+The connection is made again by itself, with back-off. A server that is not heard from while it has
+sequences to work on counts as lost: a stopped process and a cut wire keep a connection open.
 """
 
 import asyncio
@@ -19,12 +20,20 @@ import grpc
 
 from protos.common.v1 import common_pb2
 from protos.wire.errors import Unavailable, to_proto
+from protos.wire.output_stream import OutputStream
 from protos.wire.stream_adapter import OutputT, StreamAdapter, SubmitT
 
 logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_SECONDS: Final = 0.05
-_LAST_BACKOFF_SECONDS: Final = 1.0
+_LAST_BACKOFF_SECONDS: Final = 0.25
+# How long a server may be silent: it sends something twice a second (multiplex_server.py).
+_SILENCE_SECONDS: Final = 2.5
+_CHECK_SECONDS: Final = 0.25
+
+
+class _ServerSilent(Exception):
+    """The server was not heard from for too long."""
 
 
 @dataclass(slots=True)
@@ -37,42 +46,12 @@ class _Sequence(Generic[SubmitT, OutputT]):
     aborted: bool = False
 
 
-class OutputStream(Generic[OutputT]):
-    """Outputs of one sequence as an async iterator. A slow reader gets merged outputs."""
-
-    def __init__(self, merge: Callable[[OutputT, OutputT], None]) -> None:
-        self._merge: Callable[[OutputT, OutputT], None] = merge
-        self._pending: OutputT | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._ended = False
-
-    def put(self, output: OutputT) -> None:
-        if self._pending is None:
-            self._pending = output
-        else:
-            self._merge(self._pending, output)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> OutputT:
-        if self._ended:
-            raise StopAsyncIteration
-        while self._pending is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        output, self._pending = self._pending, None
-        self._ended = output.HasField("finish")
-        return output
-
-
 class StreamClient(Generic[SubmitT, OutputT]):
     """All sequences from this process to one server. An async context manager.
 
     `connect` begins the call (`stub.Generate`). `on_response` sees each response before its
-    outputs. `lost_code` is the error code of sequences whose connection broke. Use on one event
+    outputs. `lost_code` is the error code of sequences whose connection broke. A connection is
+    given up after `silence_seconds`, and so is a sequence without a connection. Use on one event
     loop; sinks are called on it and must not block.
     """
 
@@ -83,19 +62,24 @@ class StreamClient(Generic[SubmitT, OutputT]):
         *,
         lost_code: str,
         on_response: Callable[[Any], None] | None = None,
-        connect_timeout_seconds: float = 5.0,
+        silence_seconds: float = _SILENCE_SECONDS,
     ) -> None:
         self._connect = connect
         self._adapter: StreamAdapter[SubmitT, OutputT] = adapter
         self._lost_code = lost_code
         self._on_response = on_response
-        self._connect_timeout_seconds = connect_timeout_seconds
+        self._silence_seconds = silence_seconds
         self._ids = itertools.count(1)
         self._sequences: dict[int, _Sequence[SubmitT, OutputT]] = {}
         # Ids to submit or abort, in order; what to do with one is read off its _Sequence.
         self._commands: deque[int] = deque()
         self._wakeup = asyncio.Event()
         self._connected = False
+        # Times of the event loop: of the last sign of the server's life, of the start of the write
+        # that is under way, and of the last time that this process proved to have been away.
+        self._heard_at = 0.0
+        self._writing_since: float | None = None
+        self._awake_since = 0.0
         self._closed = False
         self._task: asyncio.Task[None] | None = None
 
@@ -134,6 +118,8 @@ class StreamClient(Generic[SubmitT, OutputT]):
         sequence_id = next(self._ids)
         submit.sequence_id = sequence_id
         now = asyncio.get_running_loop().time()
+        if not self._sequences:
+            self._heard_at = now
         self._sequences[sequence_id] = _Sequence(sink, submit, now)
         self._commands.append(sequence_id)
         self._wakeup.set()
@@ -166,9 +152,11 @@ class StreamClient(Generic[SubmitT, OutputT]):
         backoff = _FIRST_BACKOFF_SECONDS
         while True:
             call = self._connect()
+            self._writing_since = None
             tasks = (
                 asyncio.create_task(self._read(call)),
                 asyncio.create_task(self._write(call)),
+                asyncio.create_task(self._watch()),
             )
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -179,22 +167,55 @@ class StreamClient(Generic[SubmitT, OutputT]):
                 call.cancel()
                 results = await asyncio.gather(*tasks, return_exceptions=True)
             self._lose_written(_why_ended(results))
+            self._lose_waiting(asyncio.get_running_loop().time())
             if was_connected:
                 backoff = _FIRST_BACKOFF_SECONDS
             await asyncio.sleep(backoff)
             backoff = min(backoff * 2, _LAST_BACKOFF_SECONDS)
 
     async def _read(self, call: Any) -> None:
-        await asyncio.wait_for(call.wait_for_connection(), self._connect_timeout_seconds)
+        await _wait_for_server(call)
+        loop = asyncio.get_running_loop()
+        self._heard_at = loop.time()
         self._connected = True
         while (response := await call.read()) is not grpc.aio.EOF:
+            self._heard_at = loop.time()
             if self._on_response is not None:
                 self._on_response(response)
             for output in response.outputs:
                 self._deliver(output)
 
+    async def _watch(self) -> None:
+        """Raises _ServerSilent when the server has taken too long to be heard, or to take a write.
+
+        Late checks show that this process was stopped or busy; what the server sent in that time
+        is not read yet, so that its time begins anew.
+        """
+        loop = asyncio.get_running_loop()
+        started_at = checked_at = loop.time()
+        while True:
+            await asyncio.sleep(_CHECK_SECONDS)
+            now = loop.time()
+            if now - checked_at > 2 * _CHECK_SECONDS:
+                self._awake_since = now
+            checked_at = now
+            if not self._connected:
+                self._lose_waiting(now)
+                since = started_at
+            elif not self._sequences:
+                continue
+            elif self._writing_since is not None:
+                since = min(self._writing_since, self._heard_at)
+            else:
+                since = self._heard_at
+            if now - max(since, self._awake_since) > self._silence_seconds:
+                raise _ServerSilent
+
     async def _write(self, call: Any) -> None:
-        await call.wait_for_connection()
+        # Not before: a submit that is written to a server that hangs is lost later than one that
+        # waits, and may have been taken.
+        await _wait_for_server(call)
+        loop = asyncio.get_running_loop()
         while True:
             while self._commands:
                 # The command stays queued until it may be sent, and counts as sent before it is:
@@ -208,7 +229,9 @@ class StreamClient(Generic[SubmitT, OutputT]):
                     sequence.submit = None
                 else:
                     request = self._adapter.abort_request(sequence_id)
+                self._writing_since = loop.time()
                 await call.write(request)
+                self._writing_since = None
             self._wakeup.clear()
             await self._wakeup.wait()
 
@@ -226,14 +249,18 @@ class StreamClient(Generic[SubmitT, OutputT]):
             self.abort(output.sequence_id)
 
     def _lose_written(self, reason: str) -> None:
-        """After a failed or broken connection: ends what it carried, and what waited too long."""
-        oldest = asyncio.get_running_loop().time() - self._connect_timeout_seconds
-        lost = [
-            sequence_id
-            for sequence_id, sequence in self._sequences.items()
-            if sequence.submit is None or sequence.submitted_at < oldest
-        ]
-        self._lose(lost, reason)
+        """Ends what a broken connection carried."""
+        written = (key for key, sequence in self._sequences.items() if sequence.submit is None)
+        self._lose(list(written), reason)
+
+    def _lose_waiting(self, now: float) -> None:
+        """Without a connection, ends the sequences that have waited too long for one."""
+        latest = now - self._silence_seconds
+        if self._awake_since < latest:
+            waiting = (
+                key for key, sequence in self._sequences.items() if sequence.submitted_at < latest
+            )
+            self._lose(list(waiting), "no connection in time")
 
     def _lose(self, sequence_ids: list[int], reason: str) -> None:
         if sequence_ids:
@@ -247,14 +274,20 @@ class StreamClient(Generic[SubmitT, OutputT]):
             self._deliver(self._adapter.make_output(sequence_id, finish))
 
 
+async def _wait_for_server(call: Any) -> None:
+    """Returns once the server has taken the call; raises its AioRpcError if it does not."""
+    await call.initial_metadata()
+    await call.wait_for_connection()
+
+
 def _why_ended(results: Sequence[BaseException | None]) -> str:
     """The reason to log for the end of a connection's reading and writing."""
     reason = "the server closed the stream"
     for result in results:
         if isinstance(result, grpc.aio.AioRpcError):
             reason = f"{result.code().name}: {result.details()}"
-        elif isinstance(result, TimeoutError):
-            reason = "no connection in time"
+        elif isinstance(result, _ServerSilent):
+            reason = "the server is silent"
         elif isinstance(result, Exception):
             logger.error("a stream failed", exc_info=result)
             reason = f"{type(result).__name__}: {result}"

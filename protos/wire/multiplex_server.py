@@ -2,7 +2,8 @@
 
 Commands are handed to a handler in order. Outputs go to an `Outbox`, which sends whatever has
 gathered since its last write as one message, merged per sequence: a reader that falls behind gets
-fewer, larger outputs, and what waits for it is bounded by what its sequences may produce.
+fewer, larger outputs, and what waits for it is bounded by what its sequences may produce. While
+sequences are live, something is sent twice a second, so that a caller can tell slow from gone.
 """
 
 import asyncio
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 # Outputs beyond this go into a further message; far below the channel's limit.
 _MESSAGE_BYTES: Final = 8 << 20
+# While sequences are live, no more time than this passes between the starts of two writes.
+_HEARTBEAT_SECONDS: Final = 0.5
 # How long the last write of a stream may take once the stream is over.
 _LAST_WRITE_SECONDS: Final = 1.0
 
@@ -35,6 +38,7 @@ class Outbox(Generic[SubmitT, OutputT]):
         self._pending: dict[int, OutputT] = {}
         self._touched = False
         self._wakeup = asyncio.Event()
+        self._num_written = 0
         self._closed = False
 
     @property
@@ -93,7 +97,16 @@ class Outbox(Generic[SubmitT, OutputT]):
             self._wakeup.clear()
             while self._pending or self._touched:
                 self._touched = False
+                self._num_written += 1
                 await context.write(self._adapter.make_response(self._take()))
+
+    async def keep_heard(self) -> None:
+        """Has something written in every half of the heartbeat in which nothing else is."""
+        while not self._closed:
+            num_written = self._num_written
+            await asyncio.sleep(_HEARTBEAT_SECONDS / 2)
+            if self._live and self._num_written == num_written:
+                self.touch()
 
     def _take(self) -> list[OutputT]:
         outputs = list(self._pending.values())
@@ -129,14 +142,18 @@ async def serve_stream(
     adapter: StreamAdapter[SubmitT, OutputT],
 ) -> None:
     """The body of a servicer's Generate. However the call ends, its live sequences are aborted."""
+    # The caller waits for these: they say that this process does not hang.
+    await context.send_initial_metadata(())
     outbox: Outbox[SubmitT, OutputT] = Outbox(adapter)
     writer = asyncio.create_task(outbox.write_to(context))
+    heartbeat = asyncio.create_task(outbox.keep_heard())
     fault = ""
     try:
         fault = await _take_commands(request_iterator, handler, outbox)
     finally:
         live = outbox.live
         outbox.close()
+        heartbeat.cancel()
         for sequence_id in live:
             handler.abort(sequence_id, outbox)
         ending = asyncio.create_task(_end(writer))

@@ -89,9 +89,15 @@ class GrpcServer:
                 # Admission is the services' own business.
                 ("grpc.server.max_pending_requests", 100_000),
                 ("grpc.server.max_pending_requests_hard_limit", 200_000),
-                # Clients ping every 10 s, also while idle (channel.py).
-                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+                # Clients ping every second, also while idle (channel.py).
+                ("grpc.http2.min_ping_interval_without_data_ms", 500),
+                ("grpc.http2.max_ping_strikes", 0),
                 ("grpc.keepalive_permit_without_calls", 1),
+                # A caller that is cut off would leave its sequences running. One that is only
+                # stopped for some seconds finds them still there.
+                ("grpc.keepalive_time_ms", 10_000),
+                ("grpc.keepalive_timeout_ms", 10_000),
+                ("grpc.http2.ping_timeout_ms", 10_000),
             ],
         )
         try:

@@ -1,4 +1,4 @@
-"""A line of two of each service and one Redis, as real processes with relays between them."""
+"""A line of several of each service and one Redis, as real processes with relays between them."""
 
 import asyncio
 import json
@@ -22,18 +22,23 @@ from tests.fakes.valkey import free_port
 
 SERVICES: Final = ("engine", "detok", "tokenizer", "gateway", "redis")
 START_SECONDS: Final = 90.0
-_NUM_REPLICAS: Final = 2
+_PROBE: Final = Path(__file__).parent / "probe"
 _POLL_SECONDS: Final = 0.05
 
 
 @dataclass(frozen=True)
 class LineOptions:
-    """What the processes are started with; the arguments are added to those of a plain line."""
+    """What the processes are started with; the arguments are added to those of a plain line.
+
+    num_replicas: of engine, detok and tokenizer; there are two gateways and one Redis.
+    In `directory` are the processes' logs, and what the probe in them writes.
+    """
 
     model: Path
-    log_directory: Path
+    directory: Path
     engine_arguments: tuple[str, ...] = ()
     gateway_arguments: tuple[str, ...] = ()
+    num_replicas: int = 2
 
 
 class Replica:
@@ -59,10 +64,15 @@ class ChaosLine:
         self._replicas = {
             service: [
                 Replica(service, index)
-                for index in range(1 if service == "redis" else _NUM_REPLICAS)
+                for index in range({"redis": 1, "gateway": 2}.get(service, options.num_replicas))
             ]
             for service in SERVICES
         }
+
+    @property
+    def probe_directory(self) -> Path:
+        """Where the processes say what tasks they have; see probe/sitecustomize.py."""
+        return self._options.directory / "probe"
 
     @property
     def urls(self) -> list[str]:
@@ -87,10 +97,10 @@ class ChaosLine:
     async def start(self) -> None:
         for replica in self.all_replicas:
             await replica.relay.open()
-        self._options.log_directory.mkdir(parents=True, exist_ok=True)
+        self.probe_directory.mkdir(parents=True, exist_ok=True)
         for replica in reversed(self.all_replicas):
             command = list(self._command(replica))
-            log_path = self._options.log_directory / f"{replica.name}.log"
+            log_path = self._options.directory / f"{replica.name}.log"
             replica.process = Process(replica.name, command, log_path)
             replica.process.start()
         await self.wait_whole()
@@ -145,13 +155,14 @@ class ChaosLine:
             yield from server_command("127.0.0.1", replica.port)
             return
         module = replica.service if replica.service == "gateway" else f"{replica.service}_svc"
+        yield from ("env", f"PYTHONPATH={_PROBE}", f"CHAOS_PROBE={self.probe_directory}")
         yield from (sys.executable, "-m", module, "--port", str(replica.port))
         if replica.service in ("engine", "tokenizer"):
             yield from ("--model", str(self._options.model))
         if replica.service != "tokenizer":
             yield from ("--tokenizer", self._addresses("tokenizer"))
         if replica.service == "engine":
-            yield from ("--num-local-engines", str(_NUM_REPLICAS))
+            yield from ("--num-local-engines", str(self._options.num_replicas))
             yield from self._options.engine_arguments
         if replica.service == "gateway":
             yield from ("--detok", self._addresses("detok"))
@@ -190,8 +201,7 @@ class Links:
             # A connection made later is of a port that is not known yet.
             relay.hold(
                 lambda connection: (
-                    connection.caller_port in present
-                    or connection.caller_port in local_ports(pid)
+                    connection.caller_port in present or connection.caller_port in local_ports(pid)
                 )
             )
 

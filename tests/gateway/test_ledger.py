@@ -253,7 +253,7 @@ async def test_finished_records_are_given_up_before_live_ones_when_there_are_too
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ledger_writer, "_MAX_UNWRITTEN", 2)
-    ledger = Ledger(Redis(port=1), "x:", 60, tuple, lambda *_: None)
+    ledger = Ledger(Redis(port=1), "x:", 60, tuple, lambda *_: None, "here:1#2")
 
     def record(request_id: str, state: Stage) -> RequestRecord:
         return RequestRecord(

@@ -27,19 +27,38 @@ STOP = common_pb2.Finish(reason=common_pb2.FINISH_REASON_STOP)
 CANCELLED = common_pb2.Finish(reason=common_pb2.FINISH_REASON_CANCELLED)
 
 
+class Mutable:
+    """A call's context whose writes wait while its server is mute."""
+
+    def __init__(self, context: Any, may_write: asyncio.Event) -> None:
+        self._context = context
+        self._may_write = may_write
+
+    async def write(self, response: engine_pb2.GenerateResponse) -> None:
+        await self._may_write.wait()
+        await self._context.write(response)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
 class Counting(engine_pb2_grpc.EngineServiceServicer):
-    """Emits 0, 1, 2 … max_tokens - 1, one token per turn of the loop; can be held still."""
+    """Emits 0, 1, 2 … max_tokens - 1, one token per turn of the loop; can be held, or muted."""
 
     def __init__(self) -> None:
         self.tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
         self.may_run = asyncio.Event()
         self.may_run.set()
+        self.may_write = asyncio.Event()
+        self.may_write.set()
         self.outboxes: list[EngineOutbox] = []
         self.streams: list[asyncio.Task[None]] = []
         self.adapter = engine_adapter()
 
     async def Generate(self, request_iterator: Any, context: Any) -> None:
-        serving = asyncio.create_task(serve_stream(request_iterator, context, self, self.adapter))
+        serving = asyncio.create_task(
+            serve_stream(request_iterator, Mutable(context, self.may_write), self, self.adapter)
+        )
         self.streams.append(serving)
         with suppress(asyncio.CancelledError):
             await serving
@@ -207,7 +226,7 @@ async def test_a_server_that_never_comes_ends_sequences_in_time() -> None:
                 stub.Generate,
                 engine_adapter(),
                 lost_code="engine_lost",
-                connect_timeout_seconds=0.2,
+                silence_seconds=0.2,
             ) as client,
             asyncio.timeout(10),
         ):
@@ -259,6 +278,7 @@ events = st.lists(
         st.tuples(st.just("abort"), st.integers(0, 20)),
         st.tuples(st.just("turns"), st.integers(0, 40)),
         st.tuples(st.just("cut"), st.just(0)),
+        st.tuples(st.sampled_from(["mute", "unmute"]), st.just(0)),
     ),
     max_size=40,
 )
@@ -266,13 +286,14 @@ events = st.lists(
 
 @settings(max_examples=40, deadline=None)
 @given(events)
-def test_every_submit_ends_in_exactly_one_finish_under_random_aborts_and_closes(
+def test_every_submit_ends_in_exactly_one_finish_under_random_aborts_closes_and_silence(
     script: list[Event],
 ) -> None:
-    # Back-off is there for real servers; here it would only make the test slow.
+    # These times are there for real servers; here they would only make the test slow.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiplex_client, "_LAST_BACKOFF_SECONDS", 0.01)
         patch.setattr(multiplex_client, "_FIRST_BACKOFF_SECONDS", 0.01)
+        patch.setattr(multiplex_client, "_CHECK_SECONDS", 0.02)
         asyncio.run(_run_script(script))
 
 
@@ -287,7 +308,9 @@ async def _run_script(script: list[Event]) -> None:
         async with open_channel(server.address) as channel:
             stub = engine_pb2_grpc.EngineServiceStub(channel)
 
-            async with Client(stub.Generate, engine_adapter(), lost_code="engine_lost") as client:
+            async with Client(
+                stub.Generate, engine_adapter(), lost_code="engine_lost", silence_seconds=0.1
+            ) as client:
                 for action, number in script:
                     if action == "submit":
                         index = len(wanted)
@@ -305,8 +328,13 @@ async def _run_script(script: list[Event]) -> None:
                         client.abort(number)
                     elif action == "cut":
                         servicer.cut()
+                    elif action == "mute":
+                        servicer.may_write.clear()
+                    elif action == "unmute":
+                        servicer.may_write.set()
                     for _ in range(number if action == "turns" else 1):
                         await asyncio.sleep(0)
+                # Also while the server is mute.
                 await until(lambda: client.num_live == 0)
                 await until(lambda: not servicer.tasks)
 

@@ -1,0 +1,83 @@
+"""Commands and scripts that go to Redis in one round trip."""
+
+import hashlib
+from typing import Any, Final
+
+from redis.asyncio import Redis
+from redis.exceptions import NoScriptError, ReadOnlyError, RedisError, ResponseError
+
+from gateway.redis_client import AnyRedis
+
+# What Redis away looks like.
+FAILURES: Final = (RedisError, OSError, TimeoutError)
+
+
+class Script:
+    """A Lua script of one key, which Redis runs as one step; what it has forgotten is sent anew."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        # Redis names scripts so.
+        self.digest = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+
+
+class WrongType(RedisError):
+    """The result of a command whose key holds something else, which others wrote."""
+
+
+class Batch:
+    """Not a transaction: other clients' commands may come between.
+
+    In a Cluster the keys may lie anywhere, and the commands for one node run in order.
+    """
+
+    def __init__(self, redis: AnyRedis) -> None:
+        self._redis = redis
+        self._commands: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        # By the place of their call.
+        self._scripts: dict[int, Script] = {}
+
+    def __len__(self) -> int:
+        return len(self._commands)
+
+    def command(self, *arguments: Any, binary: bool = False) -> None:
+        """binary: its reply is bytes, not text."""
+        self._commands.append((arguments, {"NEVER_DECODE": True} if binary else {}))
+
+    def script(self, script: Script, key: str, *arguments: Any) -> None:
+        self._scripts[len(self._commands)] = script
+        self._commands.append((("EVALSHA", script.digest, 1, key, *arguments), {}))
+
+    async def execute(self) -> list[Any]:
+        """The replies in order; a WrongType in the place of one is the only error among them.
+
+        Raises one of FAILURES for anything else, after which any part may have been done.
+        """
+        if not self._commands:
+            return []
+        replies = await self._send(range(len(self._commands)))
+        forgotten = [place for place, reply in replies.items() if isinstance(reply, NoScriptError)]
+        if forgotten:
+            for place in forgotten:
+                arguments, options = self._commands[place]
+                source = self._scripts[place].source
+                self._commands[place] = (("EVAL", source, *arguments[2:]), options)
+            replies.update(await self._send(forgotten))
+        return [await self._checked(replies[place]) for place in range(len(self._commands))]
+
+    async def _send(self, places: Any) -> dict[int, Any]:
+        pipeline: Any = self._redis.pipeline(transaction=False)
+        for place in places:
+            arguments, options = self._commands[place]
+            pipeline.execute_command(*arguments, **options)
+        return dict(zip(places, await pipeline.execute(raise_on_error=False), strict=True))
+
+    async def _checked(self, reply: Any) -> Any:
+        if isinstance(reply, ResponseError) and "WRONGTYPE" in str(reply):
+            return WrongType(str(reply))
+        if isinstance(reply, ReadOnlyError) and isinstance(self._redis, Redis):
+            # The name may lead to another server by now, which new connections find.
+            await self._redis.connection_pool.disconnect(inuse_connections=False)
+        if isinstance(reply, BaseException):
+            raise reply
+        return reply
