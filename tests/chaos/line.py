@@ -16,7 +16,7 @@ from compose.embedded_redis import server_command
 from protos.common.v1 import common_pb2
 from protos.engine.v1 import engine_pb2, engine_pb2_grpc
 from tests.chaos.processes import Process
-from tests.chaos.relay import Relay, local_ports
+from tests.chaos.relay import Relay, every, local_ports
 from tests.fakes.raw_http import Broken, exchange
 from tests.fakes.valkey import free_port
 
@@ -195,14 +195,13 @@ class Links:
     def hold(self) -> None:
         """A partition: nothing comes through, nothing is refused, until `release`."""
         pid = self._replica.process.pid
-        present = local_ports(pid)
-        self._own.hold(lambda _: True)
+        ports = local_ports(pid)
+        self._own.hold(every, every)
         for relay in self._others:
-            # A connection made later is of a port that is not known yet.
             relay.hold(
-                lambda connection: (
-                    connection.caller_port in present or connection.caller_port in local_ports(pid)
-                )
+                lambda connection: connection.caller_port in ports,
+                # Looked up anew, which takes milliseconds, only for connections made later.
+                lambda connection: connection.caller_port in local_ports(pid),
             )
 
     def release(self) -> None:

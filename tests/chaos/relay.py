@@ -16,6 +16,11 @@ _CONNECT_SECONDS: Final = 5.0
 Predicate = Callable[["Connection"], bool]
 
 
+def every(connection: "Connection") -> bool:
+    """All connections."""
+    return True
+
+
 class Connection:
     """One connection through a relay. Held, it carries nothing in either direction."""
 
@@ -105,18 +110,18 @@ class Relay:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def reset(self, which: Predicate = lambda _: True) -> int:
+    def reset(self, which: Predicate = every) -> int:
         """Ends connections with an RST; returns how many."""
         chosen = [connection for connection in self._connections if which(connection)]
         for connection in chosen:
             connection.reset()
         return len(chosen)
 
-    def hold(self, which: Predicate) -> None:
-        """A black hole, for the present connections and for new ones, until `release`."""
-        self._held.append(which)
+    def hold(self, present: Predicate, new: Predicate) -> None:
+        """A black hole, for some of the present connections and of new ones, until `release`."""
+        self._held.append(new)
         for connection in self._connections:
-            if which(connection):
+            if present(connection):
                 connection.hold()
 
     def release(self) -> None:

@@ -50,11 +50,17 @@ class Tally:
     beyond: list[float] = field(default_factory=list)
     restarts: list[float] = field(default_factory=list)
     examples: list[str] = field(default_factory=list)
+    judges_time: bool = True
 
     @property
     def is_good(self) -> bool:
-        return not (self.num_wrong or self.num_lost or self.num_duplicated or self.num_broken) and (
-            max(self.beyond, default=0.0) <= LIMIT_BEYOND_RESTART_SECONDS
+        is_late = max(self.beyond, default=0.0) > LIMIT_BEYOND_RESTART_SECONDS
+        return not (
+            self.num_wrong
+            or self.num_lost
+            or self.num_duplicated
+            or self.num_broken
+            or (self.judges_time and is_late)
         )
 
     def note(self, outcome: Outcome, phrases: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.chaos.answer import Answer, differences
-from tests.chaos.relay import Relay
+from tests.chaos.relay import Relay, every
 from tests.chaos.workload import late_text
 
 PATIENCE_SECONDS = 10.0
@@ -67,7 +67,7 @@ async def test_a_relay_holds_what_is_sent_and_then_passes_it_on() -> None:
     async with relayed() as (relay, connect):
         reader, writer = await connect()
         assert await read(reader) == b"hello"
-        relay.hold(lambda _: True)
+        relay.hold(every, every)
         writer.write(b"held")
         late_reader, _ = await connect()
         readings = [asyncio.ensure_future(read(each)) for each in (reader, late_reader)]
