@@ -1,0 +1,101 @@
+"""Ledgers of several gateways on one Redis, and runs for them that tests write by hand."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from gateway.ledger import Ledger
+from gateway.records import RequestRecord, Stage
+from gateway.redis_client import open_redis
+
+PREFIX = "t:"
+TTL_SECONDS = 600
+
+
+def make_record(request_id: str = "one", owner: str = "", **fields: object) -> RequestRecord:
+    """A live record, as a gateway has it a moment after the start."""
+    return RequestRecord(
+        **{
+            "id": request_id,
+            "incarnation": f"inc-{request_id}",
+            "owner": owner,
+            "endpoint": "/v1/chat/completions",
+            "model": "tiny",
+            "seed": 7,
+            "num_choices": 1,
+            "preprocessing_at": time.time(),
+            **fields,
+        }  # type: ignore[arg-type]
+    )
+
+
+@dataclass
+class FakeRun:
+    """A run whose batches are what the test says."""
+
+    request_id: str = "one"
+    incarnation: str = "inc-one"
+    epoch: int = 1
+    written: list[bytes] = field(default_factory=list)
+    ended: bool = False
+    num_fenced: int = 0
+
+    def batches(self, start: int) -> list[bytes]:
+        return self.written[start:]
+
+    def fenced(self) -> None:
+        self.num_fenced += 1
+
+
+@dataclass
+class LedgerSide:
+    """One gateway's share: its ledger, its live records, what it was told to cancel."""
+
+    ledger: Ledger
+    records: list[RequestRecord]
+    cancelled: list[tuple[str, str | None]]
+    is_dead: bool = False
+
+    def begin(self, request_id: str = "one", **fields: object) -> RequestRecord:
+        """A new live record of this gateway, saved."""
+        record = make_record(request_id, self.ledger.owner, **fields)
+        self.records.append(record)
+        self.ledger.save(record)
+        return record
+
+    def finish(self, record: RequestRecord, reason: str = "stop") -> None:
+        record.state, record.finish_reason = Stage.FINISHED, reason
+        self.records.remove(record)
+        self.ledger.save(record)
+
+    async def die(self) -> None:
+        """As SIGKILL: nothing more is written. Its liveness key lapses by itself."""
+        tasks = list(self.ledger._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.is_dead = True
+
+
+@asynccontextmanager
+async def ledger_side(url: str, owner: str, prefix: str = PREFIX) -> AsyncIterator[LedgerSide]:
+    records: list[RequestRecord] = []
+    cancelled: list[tuple[str, str | None]] = []
+    async with open_redis(url) as redis:
+        ledger = Ledger(
+            redis,
+            prefix,
+            TTL_SECONDS,
+            lambda: records,
+            lambda request_id, incarnation: cancelled.append((request_id, incarnation)),
+            owner,
+        )
+        side = LedgerSide(ledger, records, cancelled)
+        await ledger.__aenter__()
+        try:
+            yield side
+        finally:
+            if not side.is_dead:
+                await ledger.__aexit__(None, None, None)
