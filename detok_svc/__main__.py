@@ -42,8 +42,8 @@ async def serve(settings: Settings) -> None:
             await server.serve_until_stopped(
                 stop,
                 services=[SERVICE],
-                drain=service.drain,
-                grace_seconds=settings.drain_seconds,
+                drain=lambda: service.drain(settings.drain_seconds),
+                grace_seconds=settings.drain_seconds + 1.0,
             )
             watching.cancel()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -14,7 +15,7 @@ from detok_svc.token_bytes import TokenBytes
 from protos.common.v1 import common_pb2
 from protos.detok.v1 import detok_pb2, detok_pb2_grpc
 from protos.engine.v1 import engine_pb2
-from protos.wire.errors import InternalError
+from protos.wire.errors import InternalError, TokenlineError, Unavailable
 from protos.wire.logs import request_context
 from protos.wire.multiplex_server import Outbox, serve_stream
 from protos.wire.stream_adapter import detok_adapter
@@ -38,12 +39,14 @@ class DetokService(detok_pb2_grpc.DetokServiceServicer):
         self._engines = engines
         self._automata = StopAutomata()
         self._streams: set[_GatewayStream] = set()
+        self._draining = False
 
     # grpc.aio also takes a coroutine that writes to the context; the type stubs do not know it.
     async def Generate(  # type: ignore[override]
         self, request_iterator: AsyncIterator[detok_pb2.GenerateRequest], context: Any
     ) -> None:
         stream = _GatewayStream(self._tokens, self._automata, self._engines)
+        stream.draining = self._draining
         self._streams.add(stream)
         try:
             with self._engines.listening(stream.note_load):
@@ -63,10 +66,25 @@ class DetokService(detok_pb2_grpc.DetokServiceServicer):
         """Sequences, of all gateways, that have no finish yet."""
         return sum(stream.num_live for stream in self._streams)
 
-    async def drain(self) -> None:
-        """Returns when no sequence is live."""
-        while self.num_live:
+    async def drain(self, seconds: float) -> None:
+        """Refuses new sequences, lets the others end for so long, then ends them.
+
+        What is left ends as UNAVAILABLE: it is not at fault, and can be continued elsewhere.
+        """
+        self._draining = True
+        for stream in self._streams:
+            stream.draining = True
+        deadline = time.monotonic() + seconds
+        while self.num_live and time.monotonic() < deadline:
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
+        if self.num_live:
+            logger.warning("%d sequences are still live after %s s", self.num_live, seconds)
+        for stream in self._streams:
+            stream.fail_all(_detok_draining())
+
+
+def _detok_draining() -> Unavailable:
+    return Unavailable("This detokenizer is shutting down.", code="detok_draining")
 
 
 class _GatewayStream:
@@ -80,6 +98,7 @@ class _GatewayStream:
         # By engine address: what the next response reports.
         self._loads: dict[str, detok_pb2.EngineLoadReport] = {}
         self._outbox: TextOutbox | None = None
+        self.draining = False
 
     @property
     def num_live(self) -> int:
@@ -87,6 +106,8 @@ class _GatewayStream:
 
     def submit(self, submit: detok_pb2.Submit, outbox: TextOutbox) -> None:
         self._outbox = outbox
+        if self.draining:
+            raise _detok_draining()
         link = self._engines.link(submit.engine_address)
         start = start_sequence(submit, self._tokens, self._automata)
         if isinstance(start, detok_pb2.Output):
@@ -103,6 +124,11 @@ class _GatewayStream:
         sequence = self._sequences.get(sequence_id)
         if sequence is not None:
             sequence.cancel()
+
+    def fail_all(self, error: TokenlineError) -> None:
+        """Ends every sequence with `error`."""
+        for sequence in list(self._sequences.values()):
+            sequence.fail(error)
 
     def end(self, sequence_id: int) -> None:
         """Forgets a sequence that has its finish."""
@@ -158,6 +184,13 @@ class _Sequence:
     def cancel(self) -> None:
         """Answers an abort at once; the engine's own end of the sequence is not waited for."""
         self.outbox.emit(self.stream.cancel())
+        self.owner.end(self.sequence_id)
+        self.abort_engine()
+
+    def fail(self, error: TokenlineError) -> None:
+        """Ends the sequence, with nothing flushed, so that it can be continued elsewhere."""
+        self.stream.finished = True
+        self.outbox.fail(self.sequence_id, error)
         self.owner.end(self.sequence_id)
         self.abort_engine()
 

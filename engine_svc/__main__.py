@@ -3,8 +3,11 @@
 import asyncio
 import gc
 import logging
+import os
+import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from typing import Final, NoReturn
 
 from engine_svc.compute.executor import Executor, ExecutorConfig
 from engine_svc.compute.grammar_compiler import GrammarCompiler
@@ -21,6 +24,9 @@ from protos.wire.service import install_stop_signals, run_main
 from protos.wire.tokenizer_fetch import fetch_tokenizer
 
 logger = logging.getLogger(__name__)
+
+# EX_SOFTWARE of sysexits.h.
+EXIT_HANGS: Final = 70
 
 
 async def serve(settings: Settings) -> None:
@@ -43,7 +49,15 @@ async def serve(settings: Settings) -> None:
             if compiler is not None:
                 stack.enter_context(compiler)
             service = await stack.enter_async_context(
-                EngineService(executor, config, model, stop.set, thread, compiler)
+                EngineService(
+                    executor,
+                    config,
+                    model,
+                    stop.set,
+                    thread,
+                    compiler,
+                    settings.step_timeout_seconds,
+                )
             )
             engine_pb2_grpc.add_EngineServiceServicer_to_server(service, server.grpc)
             await server.serve_until_stopped(
@@ -53,8 +67,18 @@ async def serve(settings: Settings) -> None:
                 # The last step may outlast the sequences' own time.
                 grace_seconds=settings.drain_seconds + 5.0,
             )
+        if service.hangs:
+            exit_without_threads()
         if service.failure is not None:
             raise service.failure
+
+
+def exit_without_threads() -> NoReturn:
+    """Ends the process from beside a thread that hangs, for which the interpreter would wait."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_HANGS)
 
 
 def load_executor(settings: Settings) -> Executor:

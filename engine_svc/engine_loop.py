@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -14,6 +16,7 @@ from engine_svc.planning.limits import SchedulerLoad
 from engine_svc.planning.request import Finish, FinishReason, Request, RequestOutput
 from engine_svc.planning.scheduler import Scheduler
 from engine_svc.planning.step import StepPlan, StepResult
+from engine_svc.step_watchdog import StepHangs, StepWatchdog
 from protos.wire.errors import InternalError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -56,7 +59,8 @@ class EngineLoop:
 
     `deliver` is called on the event loop with the outputs of a step, `on_failure` when the engine
     cannot go on: then all requests have failed, `failure` says why, and only a new process helps.
-    Leaving the block ends what still runs, and frees the thread.
+    Leaving the block ends what still runs, and frees the thread, unless a step has taken longer
+    than `step_timeout_seconds`: a thread that hangs cannot be ended but with its process.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class EngineLoop:
         deliver: Callable[[list[RequestOutput]], None],
         on_failure: Callable[[], None],
         thread: ThreadPoolExecutor,
+        step_timeout_seconds: float = math.inf,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
@@ -79,7 +84,14 @@ class EngineLoop:
         self._num_failed_steps_in_a_row = 0
         self._thread = thread
         self._running: Future[None] | None = None
+        self._watchdog = StepWatchdog(step_timeout_seconds)
+        self._watching: asyncio.Task[None] | None = None
         self.failure: Exception | None = None
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the thread is stuck in a step, for good as far as one can tell."""
+        return self._watchdog.has_bitten
 
     @property
     def load(self) -> SchedulerLoad:
@@ -89,6 +101,7 @@ class EngineLoop:
     async def __aenter__(self) -> Self:
         self._event_loop = asyncio.get_running_loop()
         self._running = self._thread.submit(self._run)
+        self._watching = asyncio.create_task(self._watch())
         return self
 
     async def __aexit__(
@@ -98,8 +111,12 @@ class EngineLoop:
         traceback: TracebackType | None,
     ) -> None:
         self._commands.put(self._stop)
-        assert self._running is not None
-        await asyncio.wrap_future(self._running)
+        assert self._running is not None and self._watching is not None
+        running = asyncio.wrap_future(self._running)
+        await asyncio.wait((running, self._watching), return_when=asyncio.FIRST_COMPLETED)
+        self._watching.cancel()
+        if not self.hangs:
+            await running
 
     # For the event loop
 
@@ -113,9 +130,17 @@ class EngineLoop:
         """Ends a request with CANCELLED once the running step is done; ignores unknown keys."""
         self._commands.put(lambda: self._scheduler.abort(key))
 
-    def fail_all(self, error: Exception) -> None:
-        """Ends every request with `error`, once the running step is done."""
-        self._commands.put(lambda: self._scheduler.fail_all(error))
+    def fail_all(self, error: Exception, *, running: bool = True) -> None:
+        """Ends every request, or those that wait, with `error`, once the running step is done."""
+        self._commands.put(lambda: self._scheduler.fail_all(error, running=running))
+
+    async def _watch(self) -> None:
+        """Ends everything once a step hangs; else it waits for ever."""
+        stuck = await self._watchdog.wait_for_hang()
+        logger.critical("the engine hangs, and ends: %s", stuck)
+        self.failure = StepHangs(stuck)
+        # The scheduler is the thread's own, but that is stuck, and goes down with the process.
+        self._give_up()
 
     # For the engine's thread
 
@@ -123,10 +148,13 @@ class EngineLoop:
         try:
             while True:
                 outputs = self._take_commands()
-                if self._stopping:
+                outputs += self._scheduler.end_late(time.monotonic())
+                if self._scheduler.has_requests:
+                    self._step(outputs)
+                else:
                     self._publish(outputs)
+                if self._stopping:
                     return
-                self._step(outputs)
         except Exception as error:
             logger.exception("the engine cannot go on")
             self.failure = error
@@ -136,7 +164,8 @@ class EngineLoop:
         """One step; `outputs` of the commands before it travel with the news of who starts."""
         plan = self._scheduler.schedule()
         self._publish(outputs + self._scheduler.first_starts(plan))
-        result = self._execute(plan)
+        with self._watchdog.watching(plan):
+            result = self._execute(plan)
         if isinstance(result, StepResult):
             self._publish(self._scheduler.commit(plan, result))
         else:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from typing import Final, Protocol
@@ -69,14 +70,19 @@ class GrammarGate:
 
     async def _pass_on(self, request: Request, compiled: Future[bool]) -> None:
         finish = Finish(FinishReason.STOP)
+        seconds_left = request.deadline - time.monotonic()
         try:
-            if not await asyncio.wait_for(asyncio.wrap_future(compiled), _MAX_SECONDS):
+            seconds = min(seconds_left, _MAX_SECONDS)
+            if not await asyncio.wait_for(asyncio.wrap_future(compiled), seconds):
                 self._submit(request)
                 return
         except TimeoutError:
-            message = f"The grammar took longer than {_MAX_SECONDS:g} s to compile."
-            refused = InvalidRequest(message, code="grammar_too_complex", param="grammar")
-            finish = Finish(FinishReason.ERROR, error=refused)
+            if seconds_left < _MAX_SECONDS:
+                finish = Finish(FinishReason.TIMEOUT)
+            else:
+                message = f"The grammar took longer than {_MAX_SECONDS:g} s to compile."
+                refused = InvalidRequest(message, code="grammar_too_complex", param="grammar")
+                finish = Finish(FinishReason.ERROR, error=refused)
         except TokenlineError as error:
             finish = Finish(FinishReason.ERROR, error=error)
         except Exception as error:

@@ -28,15 +28,19 @@ _REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
+    FinishReason.TIMEOUT: common_pb2.FINISH_REASON_TIMEOUT,
     FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
 }
 _MAX_LOGIT_BIAS: Final = 100.0
 
 
 def request_from_record(
-    record: common_pb2.GenerationRecord, key: Hashable, vocab_size: int
+    record: common_pb2.GenerationRecord, key: Hashable, vocab_size: int, now: float
 ) -> Request:
-    """A request to schedule. Raises InvalidRequest that names the field at fault."""
+    """A request to schedule. Raises InvalidRequest that names the field at fault.
+
+    now: in seconds, by the clock of the scheduler's deadlines.
+    """
     if not record.prompt_token_ids:
         raise InvalidRequest("The prompt is empty.", param="prompt")
     for name in ("prompt_token_ids", "output_token_ids"):
@@ -48,6 +52,7 @@ def request_from_record(
         _sampling_from_proto(record.sampling, vocab_size),
         record.priority,
         record.cache_salt,
+        now + record.timeout_ms / 1000 if record.timeout_ms else math.inf,
     )
 
 

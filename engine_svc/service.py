@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -39,8 +41,9 @@ class SequenceKey:
 class EngineService(engine_pb2_grpc.EngineServiceServicer):
     """Serves one model. An async context manager, which computes on `thread`.
 
-    `on_failure` is called when the engine cannot go on; `failure` then says why. Without a
-    `compiler`, requests with a grammar are refused.
+    `on_failure` is called when the engine cannot go on; `failure` then says why, and `hangs`
+    whether its thread is stuck: after a step of `step_timeout_seconds`. Without a `compiler`,
+    requests with a grammar are refused.
     """
 
     def __init__(
@@ -51,8 +54,11 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         on_failure: Callable[[], None],
         thread: ThreadPoolExecutor,
         compiler: Compiler | None = None,
+        step_timeout_seconds: float = math.inf,
     ) -> None:
-        self._engine = EngineLoop(Scheduler(config), executor, self._deliver, on_failure, thread)
+        self._engine = EngineLoop(
+            Scheduler(config), executor, self._deliver, on_failure, thread, step_timeout_seconds
+        )
         self._gate = GrammarGate(compiler, self._engine.submit, self._deliver)
         self._vocab_size = executor.vocab_size
         self._config = config
@@ -66,6 +72,15 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
     @property
     def failure(self) -> Exception | None:
         return self._engine.failure
+
+    @property
+    def num_live(self) -> int:
+        """Sequences that have no finish yet, those that wait for their grammar included."""
+        return self._num_live
+
+    @property
+    def hangs(self) -> bool:
+        return self._engine.hangs
 
     async def __aenter__(self) -> Self:
         await self._engine.__aenter__()
@@ -106,7 +121,8 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         if self._draining:
             raise _engine_draining()
         key = SequenceKey(outbox, submit.sequence_id, submit.request_id, submit.traceparent)
-        self._gate.admit(request_from_record(submit.record, key, self._vocab_size))
+        now = time.monotonic()
+        self._gate.admit(request_from_record(submit.record, key, self._vocab_size, now))
         self._num_live += 1
         self._idle.clear()
 
@@ -127,16 +143,18 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             self._idle.set()
 
     async def drain(self, seconds: float) -> None:
-        """Refuses new sequences, lets the others end for so long, then ends them.
+        """Refuses new sequences, lets those that run end for so long, then ends them.
 
-        What is left ends as UNAVAILABLE: it is not at fault, and can be continued elsewhere.
+        What waits ends at once: by going elsewhere it loses nothing, or what it has to compute
+        again here too. All end as UNAVAILABLE: they are not at fault, and can be continued.
         """
         self._draining = True
+        self._gate.fail_all(_engine_draining())
+        self._engine.fail_all(_engine_draining(), running=False)
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:
             logger.warning("%d sequences still run after %s s", self._num_live, seconds)
-            self._gate.fail_all(_engine_draining())
             self._engine.fail_all(_engine_draining())
             await self._idle.wait()
 

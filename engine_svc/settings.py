@@ -53,6 +53,9 @@ class Settings:
     drain_seconds: float = setting(
         10.0, "How long running sequences may go on after SIGTERM.", minimum=0.0
     )
+    step_timeout_seconds: float = setting(
+        120.0, "A step that takes longer hangs: the engine then ends with an error.", minimum=1.0
+    )
     log_level: str = setting("info", "Log level.", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:

@@ -1,5 +1,6 @@
 """A request as the scheduler sees it: its tokens, how far they are computed, and its end."""
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,6 +21,7 @@ class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
     ERROR = "error"
 
 
@@ -55,6 +57,8 @@ class Request:
     sampling: SamplingParameters
     priority: int = 0
     cache_salt: str = ""
+    # By the clock whose times the scheduler is given.
+    deadline: float = math.inf
     # Counts up in the order in which requests were added.
     arrival: int = field(default=-1, init=False)
     num_computed_tokens: int = field(default=0, init=False)

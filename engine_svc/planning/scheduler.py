@@ -9,9 +9,8 @@ from a request by one that goes before it. So the first running request advances
 requests cannot evict each other in turns, and every request ends.
 """
 
-from bisect import bisect_left, insort
+import math
 from collections.abc import Hashable, Iterable, Sequence
-from operator import attrgetter
 from typing import Final
 
 from engine_svc.planning.block_tables import BlockTables
@@ -19,9 +18,10 @@ from engine_svc.planning.errors import NoTokenLeft, SamplingFailed
 from engine_svc.planning.limits import SchedulerConfig, SchedulerLoad
 from engine_svc.planning.plan_builder import PlanBuilder
 from engine_svc.planning.request import Finish, FinishReason, Request, RequestOutput
+from engine_svc.planning.request_lists import insert, remove
 from engine_svc.planning.step import RowStep, SamplingError, StepPlan, StepResult
 
-_ORDER: Final = attrgetter("order")
+_TIMEOUT: Final = Finish(FinishReason.TIMEOUT)
 
 
 class Scheduler:
@@ -44,6 +44,8 @@ class Scheduler:
         # The head of the queue, and the number of free blocks with which it did not fit. Looking a
         # request up in the cache costs time in its length, so it waits until more are free.
         self._blocked: tuple[Request, int] | None = None
+        # No live request has an earlier one.
+        self._next_deadline = math.inf
         self._num_arrivals = 0
         self._num_steps = 0
         self._num_preemptions = 0
@@ -80,26 +82,37 @@ class Scheduler:
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         self._requests[request.key] = request
-        insort(self._waiting, request, key=_ORDER)
+        self._next_deadline = min(self._next_deadline, request.deadline)
+        insert(self._waiting, request)
 
     def abort(self, key: Hashable) -> list[RequestOutput]:
         """Ends a request in any state; nothing for a key that is not live."""
         request = self._requests.get(key)
         return [] if request is None else [self._end(request, Finish(FinishReason.CANCELLED))]
 
-    def fail_all(self, error: Exception) -> list[RequestOutput]:
-        """Ends every request with `error`."""
+    def end_late(self, now: float) -> list[RequestOutput]:
+        """Ends the requests whose deadline has come, before a step is spent on them."""
+        if now < self._next_deadline:
+            return []
+        late = [request for request in self._requests.values() if request.deadline <= now]
+        outputs = [self._end(request, _TIMEOUT) for request in late]
+        self._next_deadline = min((r.deadline for r in self._requests.values()), default=math.inf)
+        return outputs
+
+    def fail_all(self, error: Exception, *, running: bool = True) -> list[RequestOutput]:
+        """Ends every request with `error`; or only those that wait."""
         finish = Finish(FinishReason.ERROR, error=error)
-        return [self._end(request, finish) for request in list(self._requests.values())]
+        requests = list(self._requests.values()) if running else self._waiting[:]
+        return [self._end(request, finish) for request in requests]
 
     def _end(self, request: Request, finish: Finish) -> RequestOutput:
         """Takes a live request out; its row and blocks come free once no step works on them."""
         request.finish = finish
         del self._requests[request.key]
         if request.row is None:
-            _remove(self._waiting, request)
+            remove(self._waiting, request)
         else:
-            _remove(self._running, request)
+            remove(self._running, request)
             if self._in_flight is None:
                 self._release(request)
             else:
@@ -168,9 +181,9 @@ class Scheduler:
         """
         self._num_preemptions += 1
         request.num_preemptions += 1
-        _remove(self._running, request)
+        remove(self._running, request)
         self._release(request)
-        insort(self._waiting, request, key=_ORDER)
+        insert(self._waiting, request)
 
     def _schedule_prefills(self, requests: Iterable[Request], builder: PlanBuilder) -> None:
         """Continues prefills while the budget lasts. Their blocks are all theirs already."""
@@ -212,7 +225,7 @@ class Scheduler:
         request.row = self._free_rows.pop()
         self._rows[request.row] = request
         new_block_ids = self._tables.start(request, cached_block_ids)
-        insort(self._running, request, key=_ORDER)
+        insert(self._running, request)
         return new_block_ids
 
     # A step is under way, and done
@@ -270,12 +283,9 @@ class Scheduler:
         """Takes in that the step raised: ends its requests with `error`. Others go on."""
         self._land(plan)
         finish = Finish(FinishReason.ERROR, error=error)
-        requests = [self._rows[step.row] for step in plan.steps]
-        outputs = [
-            self._end(request, finish)
-            for request in requests
-            if request is not None and request.finish is None
-        ]
+        rows = (self._rows[step.row] for step in plan.steps)
+        live = [request for request in rows if request is not None and request.finish is None]
+        outputs = [self._end(request, finish) for request in live]
         self._release_ended()
         return outputs
 
@@ -287,10 +297,3 @@ class Scheduler:
         for request in self._ended_in_flight:
             self._release(request)
         self._ended_in_flight.clear()
-
-
-def _remove(requests: list[Request], request: Request) -> None:
-    """Removes from a list sorted by `order`."""
-    index = bisect_left(requests, request.order, key=_ORDER)
-    assert requests[index] is request
-    del requests[index]

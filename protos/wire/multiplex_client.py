@@ -225,6 +225,7 @@ class StreamClient(Generic[SubmitT, OutputT]):
                 if sequence is None:
                     continue
                 if sequence.submit is not None:
+                    _spend(sequence.submit.record, loop.time() - sequence.submitted_at)
                     request = self._adapter.submit_request(sequence.submit)
                     sequence.submit = None
                 else:
@@ -278,6 +279,12 @@ async def _wait_for_server(call: Any) -> None:
     """Returns once the server has taken the call; raises its AioRpcError if it does not."""
     await call.initial_metadata()
     await call.wait_for_connection()
+
+
+def _spend(record: common_pb2.GenerationRecord, seconds: float) -> None:
+    """Takes off what a sequence may take the time it waited here; its server ends a late one."""
+    if record.timeout_ms:
+        record.timeout_ms = max(1, record.timeout_ms - int(seconds * 1000))
 
 
 def _why_ended(results: Sequence[BaseException | None]) -> str:

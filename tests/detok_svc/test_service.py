@@ -235,11 +235,27 @@ async def test_drain_waits_for_the_live_sequences() -> None:
     async with detok_line(BL, ScriptedEngine(silent_after("a"))) as line:
         sequence_id, outputs = begin(line, new_submit())
         await until(lambda: Answer(outputs).text == "a")
-        draining = asyncio.create_task(line.service.drain())
+        draining = asyncio.create_task(line.service.drain(60.0))
         await asyncio.sleep(0)
         assert not draining.done()
+        refused = await line.generate(new_submit())
+        assert refused.finish.error.kind == common_pb2.ERROR_KIND_UNAVAILABLE
+        assert refused.finish.error.code == "detok_draining"
+        assert len(line.engine.submitted) == 1
         line.client.abort(sequence_id)
         await asyncio.wait_for(draining, 10)
+
+
+async def test_what_is_live_after_the_grace_time_ends_unflushed_to_go_on_elsewhere() -> None:
+    async with detok_line(BL, ScriptedEngine(silent_after("ab"))) as line:
+        _, outputs = begin(line, new_submit(stop=["bc"]))
+        await until(lambda: Answer(outputs).token_ids == ids("ab"))
+        await asyncio.wait_for(line.service.drain(0.0), 10)
+        await until(lambda: is_finished(outputs))
+        assert Answer(outputs).text == "a"
+        assert Answer(outputs).finish.error.code == "detok_draining"
+        assert line.service.num_live == 0
+        await until(lambda: not line.engine.live)
 
 
 async def test_aborts_at_random_moments_leave_nothing_behind() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -142,3 +143,12 @@ async def test_too_many_held_requests_are_overload() -> None:
             held.key = index
             line.gate.admit(held)
     line.gate.fail_all(Unavailable("Going."))
+
+
+async def test_a_deadline_that_comes_while_the_grammar_is_compiled_ends_the_request() -> None:
+    line = Line()
+    held = request()
+    held.deadline = time.monotonic() + 0.02
+    line.gate.admit(held)
+    assert await line.finish() == Finish(FinishReason.TIMEOUT)
+    assert line.compiler.futures[0].cancelled()

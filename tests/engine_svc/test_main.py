@@ -13,13 +13,15 @@ from typing import Any
 
 import pytest
 
-from engine_svc.__main__ import scheduler_config
+from engine_svc.__main__ import EXIT_HANGS, scheduler_config
 from engine_svc.settings import Settings
 from protos.common.v1 import common_pb2
 from protos.engine.v1 import engine_pb2, engine_pb2_grpc
 from protos.tokenizer.v1 import tokenizer_pb2
 from protos.wire.channel import open_channel
 from protos.wire.model_files import fingerprint
+from protos.wire.multiplex_client import StreamClient
+from protos.wire.stream_adapter import engine_adapter
 from tests.fakes.engine_server import proto_sampling
 from tests.fakes.fake_executor import FakeExecutor
 from tests.fakes.grammars import text_of
@@ -196,3 +198,48 @@ async def test_a_start_that_cannot_succeed_says_why_in_one_line(
         taken.listen()
         port = str(taken.getsockname()[1])
         assert port in await start_failure("--model", str(model_path), "--port", port)
+
+
+# `python -m engine_svc` with an executor whose steps never end.
+_HANGING_ENGINE = """
+import time
+import engine_svc.__main__ as main
+from engine_svc.settings import Settings
+from protos.wire.service import run_main
+from tests.fakes.fake_executor import FakeExecutor
+
+main.load_executor = lambda settings: FakeExecutor(before_step=lambda plan: time.sleep(3600))
+run_main("engine_svc", Settings, main.serve)
+"""
+
+
+async def test_a_step_that_hangs_ends_the_process_with_a_line_that_says_what_it_was(
+    tmp_path: Path,
+) -> None:
+    model = write_tiny_llama(tmp_path)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _HANGING_ENGINE, "--model", str(model), "--port", "0"),
+        *("--step-timeout-seconds", "1"),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        address = await ready_address(process)
+        async with open_channel(address) as channel:
+            stub = engine_pb2_grpc.EngineServiceStub(channel)
+            async with StreamClient(
+                stub.Generate, engine_adapter(), lost_code="engine_lost"
+            ) as client:
+                record = common_pb2.GenerationRecord(
+                    prompt_token_ids=[1, 2, 3], sampling=proto_sampling(5)
+                )
+                async with client.open(engine_pb2.Submit(record=record)) as outputs:
+                    finish = [output async for output in outputs][-1].finish
+                assert finish.error.code == "engine_lost"
+        _, errors = await asyncio.wait_for(process.communicate(), START_SECONDS)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+    assert process.returncode == EXIT_HANGS
+    assert b"a step of 1 sequences and 3 tokens" in errors
+    assert b"Traceback" not in errors

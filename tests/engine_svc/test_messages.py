@@ -61,11 +61,17 @@ def record(**changes: object) -> common_pb2.GenerationRecord:
     return common_pb2.GenerationRecord(sampling=sampling, **fields)  # type: ignore[arg-type]
 
 
+def test_what_a_sequence_may_take_becomes_its_deadline() -> None:
+    request = request_from_record(record(timeout_ms=1500), "key", VOCAB_SIZE, now=10.0)
+    assert request.deadline == 11.5
+
+
 def test_every_field_of_a_record_reaches_the_request() -> None:
-    request = request_from_record(record(priority=-3, cache_salt="s"), "key", VOCAB_SIZE)
+    request = request_from_record(record(priority=-3, cache_salt="s"), "key", VOCAB_SIZE, now=0.0)
     assert request.key == "key"
     assert (request.token_ids, request.num_prompt_tokens) == ([1, 2, 3, 4], 3)
     assert (request.priority, request.cache_salt) == (-3, "s")
+    assert request.deadline == math.inf
     assert request.sampling == SamplingParameters(
         max_tokens=7,
         temperature=0.5,
@@ -93,7 +99,7 @@ def test_every_field_of_a_record_reaches_the_request() -> None:
 def test_a_grammar_of_each_form_reaches_the_request(form: GrammarForm) -> None:
     with_grammar = record()
     with_grammar.sampling.grammar.CopyFrom(common_pb2.Grammar(**{form.value: "text"}))
-    request = request_from_record(with_grammar, "key", VOCAB_SIZE)
+    request = request_from_record(with_grammar, "key", VOCAB_SIZE, now=0.0)
     assert request.sampling.grammar == Grammar(form, "text")
 
 
@@ -135,7 +141,7 @@ def test_a_grammar_of_each_form_reaches_the_request(form: GrammarForm) -> None:
 )
 def test_a_bad_field_is_named(change: dict[str, object], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        request_from_record(record(**change), "key", VOCAB_SIZE)
+        request_from_record(record(**change), "key", VOCAB_SIZE, now=0.0)
     assert caught.value.param == param
     assert caught.value.message
 

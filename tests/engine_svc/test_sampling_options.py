@@ -210,7 +210,7 @@ def test_bug_45_a_bias_outside_the_vocabulary_is_refused_and_the_next_request_is
     driver = stub_driver(equal_logits(SMOLLM2_VOCAB_SIZE), SMOLLM2_VOCAB_SIZE)
 
     def answer(key: str, *biases: tuple[int, float]) -> list[int]:
-        request = request_from_record(bug_45_record(*biases), key, SMOLLM2_VOCAB_SIZE)
+        request = request_from_record(bug_45_record(*biases), key, SMOLLM2_VOCAB_SIZE, now=0.0)
         driver.add(key, request.token_ids, request.sampling)
         driver.run(max_steps=6)
         return driver.received[key].token_ids

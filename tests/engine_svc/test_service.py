@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 import time
 
 import pytest
@@ -192,3 +193,52 @@ async def test_what_still_runs_after_the_grace_time_ends_as_unavailable() -> Non
         assert running.finish.error.kind == common_pb2.ERROR_KIND_UNAVAILABLE
         assert running.finish.error.code == "engine_draining"
         assert 0 < len(running.token_ids) < 11_000
+
+
+async def test_what_waits_at_the_start_of_a_drain_ends_at_once_and_what_runs_goes_on() -> None:
+    executor = FakeExecutor(num_blocks=700, max_model_len=20_000, before_step=take_a_millisecond)
+    async with run_engine(executor, max_num_seqs=1, drain_seconds=60.0) as engine:
+        sequence_id, running = engine.client.submit([1, 2], proto_sampling(11_000))
+        await until(lambda: bool(running.token_ids))
+        _, waiting = engine.client.submit([1, 2], proto_sampling(5))
+        await until(lambda: engine.service.num_live == 2)
+        engine.stop.set()
+        await waiting.ended.wait()
+        assert waiting.finish.error.code == "engine_draining"
+        assert waiting.token_ids == [] and not waiting.outputs[0].prefill_started
+        num_tokens = len(running.token_ids)
+        await until(lambda: len(running.token_ids) > num_tokens)
+        engine.client.stream.abort(sequence_id)
+        await running.ended.wait()
+        assert running.finish.reason == common_pb2.FINISH_REASON_CANCELLED
+
+
+async def test_a_sequence_takes_no_longer_than_it_may() -> None:
+    executor = FakeExecutor(num_blocks=700, max_model_len=20_000, before_step=take_a_millisecond)
+    async with run_engine(executor, max_num_seqs=1) as engine:
+        _, running = engine.client.submit([1, 2], proto_sampling(11_000), timeout_ms=200)
+        _, waiting = engine.client.submit([1, 2], proto_sampling(11_000), timeout_ms=100)
+        await asyncio.gather(running.ended.wait(), waiting.ended.wait())
+        assert running.finish.reason == common_pb2.FINISH_REASON_TIMEOUT
+        assert len(running.token_ids) < 11_000
+        assert waiting.finish.reason == common_pb2.FINISH_REASON_TIMEOUT
+        assert not any(output.prefill_started for output in waiting.outputs)
+        load = await wait_until_idle(engine.client, seconds=1.0)
+        assert load.num_free_blocks == 700
+
+
+async def test_a_step_that_hangs_ends_the_engine_and_its_sequences() -> None:
+    released = threading.Event()
+    executor = FakeExecutor(before_step=lambda plan: released.wait(60) and None)
+    try:
+        async with run_engine(executor, step_timeout_seconds=0.3) as engine:
+            answers = [engine.client.submit(prompt_of(5), proto_sampling(5))[1] for _ in range(3)]
+            await asyncio.gather(*(answer.ended.wait() for answer in answers))
+            assert {answer.finish.error.code for answer in answers} == {"engine_lost"}
+            assert engine.stop.is_set()
+            assert engine.service.hangs
+            assert "has not ended for 0.3 s" in str(engine.service.failure)
+            # For the test's own thread pool, which cannot leave a thread behind.
+            released.set()
+    finally:
+        released.set()

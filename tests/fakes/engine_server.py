@@ -1,6 +1,7 @@
 """A real engine service on a loopback port, over any executor, and a client connected to it."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -106,6 +107,7 @@ async def run_engine(
     executor: Executor,
     *,
     drain_seconds: float = 5.0,
+    step_timeout_seconds: float = math.inf,
     **limits: Any,
 ) -> AsyncIterator[RunningEngine]:
     """Serves until the block is left or `stop` is set."""
@@ -115,7 +117,14 @@ async def run_engine(
     with engine_thread() as thread:
         async with (
             GrpcServer("engine_svc", "127.0.0.1", 0) as server,
-            EngineService(executor, config, model, stop.set, thread) as service,
+            EngineService(
+                executor,
+                config,
+                model,
+                stop.set,
+                thread,
+                step_timeout_seconds=step_timeout_seconds,
+            ) as service,
         ):
             engine_pb2_grpc.add_EngineServiceServicer_to_server(service, server.grpc)
             serving = asyncio.create_task(

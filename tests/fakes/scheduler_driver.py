@@ -1,5 +1,6 @@
 """Drives a scheduler and an executor step by step and collects what each request received."""
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -58,6 +59,7 @@ class SchedulerDriver:
         output_token_ids: Sequence[int] = (),
         priority: int = 0,
         cache_salt: str = "",
+        deadline: float = math.inf,
     ) -> Request:
         request = Request(
             key,
@@ -66,11 +68,15 @@ class SchedulerDriver:
             sampling,
             priority,
             cache_salt,
+            deadline,
         )
         self.scheduler.add(request)
         self.requests[key] = request
         self.received[key] = Received()
         return request
+
+    def end_late(self, now: float) -> None:
+        self._take(self.scheduler.end_late(now))
 
     def abort(self, key: Hashable) -> None:
         self._take(self.scheduler.abort(key))

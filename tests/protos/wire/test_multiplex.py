@@ -52,6 +52,7 @@ class Counting(engine_pb2_grpc.EngineServiceServicer):
         self.may_write = asyncio.Event()
         self.may_write.set()
         self.outboxes: list[EngineOutbox] = []
+        self.note: Callable[[engine_pb2.Submit], None] = lambda submit: None
         self.streams: list[asyncio.Task[None]] = []
         self.adapter = engine_adapter()
 
@@ -69,6 +70,7 @@ class Counting(engine_pb2_grpc.EngineServiceServicer):
             self.streams[-1].cancel()
 
     def submit(self, submit: engine_pb2.Submit, outbox: EngineOutbox) -> None:
+        self.note(submit)
         if submit.request_id == "refuse":
             raise InvalidRequest("Refused.", param="prompt")
         if submit.request_id == "raise":
@@ -233,6 +235,31 @@ async def test_a_server_that_never_comes_ends_sequences_in_time() -> None:
             tokens, finishes = await collect(client, 3)
     assert tokens == []
     assert [finish.error.code for finish in finishes] == ["engine_lost"]
+
+
+async def test_time_spent_waiting_for_the_connection_is_taken_off_what_a_sequence_may_take() -> (
+    None
+):
+    servicer = Counting()
+    taken: list[int] = []
+    servicer.note = lambda submit: taken.append(submit.record.timeout_ms)
+    async with GrpcServer("engine_svc", "127.0.0.1", 0) as server:
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server.grpc)
+        async with open_channel(server.address) as channel:
+            stub = engine_pb2_grpc.EngineServiceStub(channel)
+            async with Client(
+                stub.Generate, engine_adapter(), lost_code="engine_lost", silence_seconds=60
+            ) as client:
+                limits = (0, 10, 60_000)
+                for timeout_ms in limits:
+                    command = submit(1)
+                    command.record.timeout_ms = timeout_ms
+                    client.submit(command, lambda output: None)
+                await asyncio.sleep(0.05)
+                await server.start(["protos.engine.v1.EngineService"])
+                await until(lambda: client.num_live == 0)
+    assert taken[:2] == [0, 1]
+    assert 0 < taken[2] <= 60_000 - 50
 
 
 async def test_closing_the_client_ends_what_is_open() -> None:
