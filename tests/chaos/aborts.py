@@ -91,22 +91,22 @@ async def run_aborts(
     judges_memory: whether growth is a failure; a short run has not come to its steady size.
     """
     aborts = make_aborts(model, num_requests, seed)
-    tenth = max(1, num_requests // 10)
-    half = num_requests // 2
     statuses: Counter[str] = Counter()
-    await _run(line, aborts[:tenth], statuses)
-    warm = await _settled(line)
-    await _run(line, aborts[tenth:half], statuses)
-    middle = await _settled(line)
-    await _run(line, aborts[half:], statuses)
+    phases = []
+    for tenth in range(10):
+        await _run(
+            line, aborts[tenth * num_requests // 10 : (tenth + 1) * num_requests // 10], statuses
+        )
+        phases.append(await _settled(line, phases[0] if phases else None))
     try:
         await wait_idle(line, _SETTLE_SECONDS)
         leftover = ""
     except TimeoutError as error:
         leftover = str(error)
-    end = await _settled(line, warm)
     say(f"answers: {dict(sorted(statuses.items()))}")
-    phases = (warm, middle, end)
+    for name in phases[0]:
+        sizes = " ".join(f"{found[name].resident_mib:.0f}" for found in phases)
+        say(f"  {name}: MiB after each tenth: {sizes}")
     return await _judged(line, phases, statuses, leftover, say, judges_memory=judges_memory)
 
 
@@ -148,7 +148,7 @@ async def _judged(
     *,
     judges_memory: bool,
 ) -> Table:
-    warm, middle, end = phases
+    warm, middle, end = phases[0], phases[4], phases[-1]
     table = Table(
         "process tasks threads files memory growth",
         (
