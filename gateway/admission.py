@@ -1,7 +1,6 @@
 """Who may come in: bounded requests, one per id, none while draining; who is in, and whose turn."""
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
@@ -10,6 +9,7 @@ from gateway.live_request import LiveRequest
 from gateway.metrics import Metrics
 from gateway.queue_bounds import with_reserve
 from gateway.records import RequestRecord
+from gateway.seat import Seat
 from gateway.visit import Visit
 from gateway.waiting_room import WaitingRoom
 from protos.wire.errors import Conflict, InternalError, TokenlineError, Unavailable
@@ -45,22 +45,13 @@ class Admission:
         return [request.record for request in self._live.values()]
 
     @contextmanager
-    def admit(self, job: Job) -> Iterator[LiveRequest]:
+    def admit(self, job: Job, seat: Seat) -> Iterator[LiveRequest]:
         """The request is live inside the block, and its finish is recorded however that ends.
 
         The block sets the finish reason of a plain end. Raises Unavailable, QueueFull or Conflict.
         """
-        visit = self._come_in(job)
-        record = RequestRecord(
-            id=job.request_id,
-            incarnation=secrets.token_hex(8),
-            owner=self._owner,
-            endpoint=job.endpoint,
-            model=job.model.name,
-            seed=job.seed,
-            num_choices=job.num_sequences,
-        )
-        request = LiveRequest(record, self._metrics, self._save)
+        visit = self._come_in(job, seat)
+        request = LiveRequest(self._record(job, seat), self._metrics, self._save)
         self._live[request.id] = request
         self._visits[request.id] = visit
         self._empty.clear()
@@ -90,6 +81,10 @@ class Admission:
         RequestTimeout, RequestCancelled or Unavailable.
         """
         visit = self._visits[request.id]
+        if request.record.epoch > 1:
+            # It was let in by the gateway that had it before.
+            yield
+            return
         async with self._waiting_room.turn(visit, request, num_prompt_tokens, max_tokens):
             yield
 
@@ -106,7 +101,25 @@ class Admission:
     async def until_empty(self) -> None:
         await self._empty.wait()
 
-    def _come_in(self, job: Job) -> Visit:
+    def _record(self, job: Job, seat: Seat) -> RequestRecord:
+        if seat.taken is not None:
+            return seat.taken.taken_over(self._owner, seat.epoch)
+        return RequestRecord(
+            id=job.request_id,
+            incarnation=seat.incarnation,
+            epoch=seat.epoch,
+            owner=self._owner,
+            endpoint=job.endpoint,
+            model=job.model.name,
+            seed=job.seed,
+            num_choices=job.num_sequences,
+        )
+
+    def _come_in(self, job: Job, seat: Seat) -> Visit:
+        if seat.is_owed:
+            visit = self._waiting_room.visit(job)
+            visit.has_arrived = True
+            return visit
         if self.draining:
             raise Unavailable("This gateway is shutting down; try again.", code="draining")
         if job.request_id in self._live:

@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
+from gateway import chat_completions, completions
 from gateway.admission import Admission
 from gateway.admission_metrics import waiting_metrics
 from gateway.api_docs import ApiDocs
@@ -19,7 +20,7 @@ from gateway.chat_job import ModelText
 from gateway.completions import Completions
 from gateway.edge import Edge
 from gateway.engine_places import EnginePlaces
-from gateway.errors import answer_http_exception, answer_typed_error
+from gateway.errors import MESSAGES_PATH, answer_http_exception, answer_typed_error
 from gateway.health import Health
 from gateway.lanes import Lanes
 from gateway.ledger import Ledger
@@ -30,8 +31,10 @@ from gateway.operations import Endpoints, operations
 from gateway.pipeline import Pipeline
 from gateway.queue_bounds import QueueBounds
 from gateway.redis_client import AnyRedis
+from gateway.request_events import RequestEvents
 from gateway.requests_api import Requests
 from gateway.response_store import ResponseStore
+from gateway.responses import PATH as RESPONSES_PATH
 from gateway.responses import Responses
 from gateway.runs import Runs
 from gateway.settings import Settings
@@ -110,22 +113,33 @@ class Gateway:
         return room
 
     def _make_app(self, settings: Settings, redis: AnyRedis) -> Starlette:
-        self.runs = Runs(Pipeline(self.lanes, self.admission, self.metrics))
+        self.runs = Runs(Pipeline(self.lanes, self.admission, self.metrics), self.ledger)
         limits = (settings.max_body_bytes, settings.ping_seconds)
         model_text = ModelText(settings.tool_call_format, settings.reasoning)
         requests = Requests(self.admission, self.ledger)
+        events = RequestEvents(self.runs, settings.ping_seconds)
         store = ResponseStore(redis, settings.redis_prefix, settings.response_ttl_seconds)
         responses = Responses(self.lanes, self.runs, *limits, model_text, store, requests)
         self._responses = responses
+        chats = ChatCompletions(self.lanes, self.runs, *limits, model_text)
+        texts = Completions(self.lanes, self.runs, *limits)
+        messages = Messages(self.lanes, self.runs, *limits, model_text)
+        self.runs.endpoints = {
+            chat_completions.PATH: chats.prepare,
+            completions.PATH: texts.prepare,
+            MESSAGES_PATH: messages.prepare,
+            RESPONSES_PATH: responses.prepare,
+        }
         described = operations(
             Endpoints(
-                chats=ChatCompletions(self.lanes, self.runs, *limits, model_text),
-                texts=Completions(self.lanes, self.runs, *limits),
+                chats=chats,
+                texts=texts,
                 tokenization=Tokenization(self.lanes, settings.max_body_bytes),
                 models=Models(self.lanes),
-                messages=Messages(self.lanes, self.runs, *limits, model_text),
+                messages=messages,
                 responses=responses,
                 requests=requests,
+                events=events,
                 health=Health(self.lanes, self.admission, self.ledger, self.metrics),
             )
         )

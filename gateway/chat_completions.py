@@ -10,6 +10,7 @@ from gateway.answers import answer
 from gateway.call import Call, new_call
 from gateway.chat_form import ChatForm
 from gateway.chat_job import ModelText, chat_job
+from gateway.event_ids import LAST_EVENT_ID
 from gateway.job import Job
 from gateway.lanes import Lanes
 from gateway.openai_schema import ChatCompletionRequest
@@ -43,7 +44,8 @@ class ChatCompletions:
     async def create(self, request: Request) -> Response:
         call = new_call(request, PATH, await read_body(request, self._max_body_bytes))
         job, form = await self.prepare(call)
-        return answer(self._runs.begin(job), form, self._ping_seconds)
+        opened = await self._runs.open(call, job, form, request.headers.get(LAST_EVENT_ID))
+        return answer(opened, self._ping_seconds)
 
     async def prepare(self, call: Call) -> tuple[Job, ChatForm]:
         """Raises InvalidRequest."""

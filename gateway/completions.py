@@ -18,6 +18,7 @@ from gateway.answer_form import (
 )
 from gateway.answers import answer
 from gateway.call import Call, new_call
+from gateway.event_ids import LAST_EVENT_ID
 from gateway.job import Job, Prompt, job_from
 from gateway.lanes import Lanes, LineModel
 from gateway.legacy_logprobs import Lists, TextOffset, joined, output_logprobs, prompt_logprobs
@@ -48,7 +49,8 @@ class Completions:
     async def create(self, request: Request) -> Response:
         call = new_call(request, PATH, await read_body(request, self._max_body_bytes))
         job, form = await self.prepare(call)
-        return answer(self._runs.begin(job), form, self._ping_seconds)
+        opened = await self._runs.open(call, job, form, request.headers.get(LAST_EVENT_ID))
+        return answer(opened, self._ping_seconds)
 
     async def prepare(self, call: Call) -> "tuple[Job, CompletionForm]":
         """Raises InvalidRequest."""

@@ -51,6 +51,20 @@ class QueueFull(Overloaded):
         self.retry_after_seconds = retry_after_seconds
 
 
+class KeyReused(TokenlineError):
+    """An Idempotency-Key came again with another body."""
+
+    kind = common_pb2.ERROR_KIND_INVALID_REQUEST
+    http_status = 422
+
+
+class HandedOver(Unavailable):
+    """This gateway shuts down, and the request goes on elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__("This gateway is shutting down; try again.", code="draining")
+
+
 class ClientDisconnected(RequestCancelled):
     """The client closed its connection before the answer was complete."""
 

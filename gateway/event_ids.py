@@ -9,7 +9,7 @@ from typing import Final
 
 from protos.wire.errors import InvalidRequest
 
-HEADER: Final = "last-event-id"
+LAST_EVENT_ID: Final = "last-event-id"
 
 # More than any context; and no more choices than a request may have.
 _COUNT_DIGITS: Final = 9
@@ -32,9 +32,13 @@ def parse_event_id(text: str, num_choices: int, max_covered: int) -> list[int]:
     if len(covered) != num_choices:
         raise _invalid(f"has {len(covered)} numbers, but the stream has {num_choices} choices")
     if max(covered) > max_covered:
-        raise _invalid("is beyond the end of the stream")
+        raise beyond_the_end()
     return covered
 
 
+def beyond_the_end() -> InvalidRequest:
+    return _invalid("is beyond the end of the stream")
+
+
 def _invalid(what: str) -> InvalidRequest:
-    return InvalidRequest(f"Last-Event-ID {what}.", code="invalid_value", param="last-event-id")
+    return InvalidRequest(f"Last-Event-ID {what}.", code="invalid_value", param=LAST_EVENT_ID)

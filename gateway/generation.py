@@ -23,8 +23,8 @@ from protos.wire.errors import RequestTimeout, TokenlineError, from_proto
 class _Choice:
     """One choice. `is_first_choice` of its prompt: its cached tokens are the prompt's."""
 
-    sequence: Sequence
     is_first_choice: bool
+    sequence: Sequence | None = None
     last_token_at: float = 0.0
     finish_reason: str = ""
     reducer: ChatReducer | None = None
@@ -87,37 +87,61 @@ class Generation:
         *,
         is_first_choice: bool,
         deadline: float | None = None,
+        had: detok_pb2.Output | None = None,
     ) -> None:
-        """Begins the next sequence. `deadline`: see Sequence."""
-        sink = partial(self._take, len(self._choices))
-        sequence = Sequence(submit, router, sink, self._metrics, deadline=deadline)
-        sequence.start()
+        """Begins the next sequence, or goes on after what it `had`. `deadline`: see Sequence."""
+        choice = _Choice(is_first_choice)
+        if self._new_reducer is not None:
+            choice.reducer = self._new_reducer()
         self._num_unfinished += 1
-        reducer = self._new_reducer() if self._new_reducer is not None else None
-        self._choices.append(_Choice(sequence, is_first_choice, reducer=reducer))
+        self._choices.append(choice)
+        if had is not None:
+            self._resume(choice, submit, had)
+        if not choice.finish_reason:
+            sink = partial(self._take, len(self._choices) - 1)
+            choice.sequence = Sequence(submit, router, sink, self._metrics, deadline=deadline)
+            choice.sequence.start()
+
+    def _resume(self, choice: _Choice, submit: detok_pb2.Submit, had: detok_pb2.Output) -> None:
+        """What an earlier gateway has logged of the choice."""
+        if choice.reducer is not None:
+            choice.reducer.feed(had.text)
+        if had.HasField("finish"):
+            self._finish(choice, had)
+            return
+        submit.record.output_token_ids.extend(had.token_ids)
+        if had.prompt_logprobs:
+            submit.record.sampling.prompt_logprobs = False
+            submit.record.sampling.top_prompt_logprobs = 0
 
     @property
     def engines(self) -> list[str]:
-        return sorted({choice.sequence.engine_address for choice in self._choices} - {""})
+        return sorted({sequence.engine_address for sequence in self._sequences} - {""})
 
     @property
     def detoks(self) -> list[str]:
-        return sorted({choice.sequence.detok_address for choice in self._choices} - {""})
+        return sorted({sequence.detok_address for sequence in self._sequences} - {""})
 
     @property
     def num_choices(self) -> int:
         return len(self._choices)
 
+    @property
+    def _sequences(self) -> list[Sequence]:
+        """Those that were begun here."""
+        return [choice.sequence for choice in self._choices if choice.sequence is not None]
+
     async def until_ended(self) -> None:
         """Returns when every sequence has finished. Raises the error of one that failed."""
-        await self._ended.wait()
+        if self._num_unfinished:
+            await self._ended.wait()
         if self._error is not None:
             raise self._error
 
     def abort(self) -> None:
         """Asks for the end of all sequences; their finishes still come."""
-        for choice in self._choices:
-            choice.sequence.abort()
+        for sequence in self._sequences:
+            sequence.abort()
 
     def time_out(self) -> None:
         """Ends all sequences with the reason `timeout`; with an error, if no token has come."""
@@ -165,6 +189,8 @@ class Generation:
         if choice.finish_reason == "error":
             self._fail(from_proto(output.finish.error))
             output.ClearField("finish")
+        elif choice.finish_reason == "timeout" and not self._request.record.num_output_tokens:
+            self._fail(timed_out())
         elif choice.reducer is not None and choice.finish_reason == "stop":
             choice.reducer.end()
             if choice.reducer.has_calls:

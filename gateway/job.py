@@ -34,7 +34,8 @@ class Job:
     seconds; None for no limit. `reading`: how the text of a choice is to be read. `prompt_param`
     and `max_tokens_param` name the fields for errors, and `grammar_param` the one that asks for
     `sampling.grammar`. `shown_control_tokens`: those that stay in the text in any case. `tenant`:
-    whose API key it carries; empty where no keys are asked for.
+    whose API key it carries; empty where no keys are asked for. `is_detached`: it goes on whether
+    anybody reads or not.
     """
 
     request_id: str
@@ -62,6 +63,7 @@ class Job:
     grammar_param: str = ""
     shown_control_tokens: tuple[str, ...] = ()
     tenant: str = ""
+    is_detached: bool = False
 
     @property
     def seconds_left(self) -> float | None:

@@ -156,9 +156,11 @@ class Ledger:
         )
 
     def unclaim(self, digest: str) -> None:
-        """Gives a new claim up again, soon: its request was refused before it began."""
+        """Gives a claim up again, soon: its request was refused, or has ended with an error that
+        need not come again.
+        """
         kept = self._runs.find_claim(digest)
-        if kept is not None and kept.source is None:
+        if kept is not None and (kept.source is None or kept.source.ended):
             self._runs.forget(kept.call.incarnation)
             self._start(_until_done(lambda: self._finder.unclaim(kept.call)))
 

@@ -27,8 +27,14 @@ class LiveRequest:
         # Unix time of the start, advanced by the monotonic clock: stages never go backwards.
         self._started_at = time.time()
         self._started = time.monotonic()
-        record.preprocessing_at = self._started_at
+        if record.preprocessing_at is None:
+            record.preprocessing_at = self._started_at
         save(record)
+
+    def resume(self, num_output_tokens: int, num_cached_tokens: int) -> None:
+        """What the request had when it was taken over, if it was; counted where it was made."""
+        self.record.num_output_tokens = num_output_tokens
+        self.record.num_cached_tokens = num_cached_tokens
 
     @property
     def id(self) -> str:

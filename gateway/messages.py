@@ -10,6 +10,7 @@ from gateway.answers import answer
 from gateway.call import Call, new_call
 from gateway.chat_job import ModelText, chat_job
 from gateway.errors import MESSAGES_PATH, json_response
+from gateway.event_ids import LAST_EVENT_ID
 from gateway.job import Job
 from gateway.lanes import Lanes
 from gateway.message_form import MessageForm
@@ -47,7 +48,8 @@ class Messages:
     async def create(self, request: Request) -> Response:
         call = new_call(request, MESSAGES_PATH, await read_body(request, self._max_body_bytes))
         job, form = await self.prepare(call)
-        return answer(self._runs.begin(job), form, self._ping_seconds)
+        opened = await self._runs.open(call, job, form, request.headers.get(LAST_EVENT_ID))
+        return answer(opened, self._ping_seconds)
 
     async def prepare(self, call: Call) -> tuple[Job, MessageForm]:
         """Raises InvalidRequest."""

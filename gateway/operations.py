@@ -14,10 +14,12 @@ from gateway.message_schema import MessagesRequest, MessagesToCount
 from gateway.messages import Messages
 from gateway.models import Models
 from gateway.openai_schema import ChatCompletionRequest, CompletionRequest
+from gateway.request_events import RequestEvents
+from gateway.request_operations import request_operations
 from gateway.requests_api import Requests
 from gateway.response_schema import ResponseRequest
 from gateway.responses import Responses
-from gateway.routes import EVENT_STREAM, JSON, Operation
+from gateway.routes import ANY_ERRORS, EVENT_STREAM, JSON, Operation
 from gateway.tokenization import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -26,11 +28,9 @@ from gateway.tokenization import (
     TokenizeRequest,
 )
 
-# What any route may answer: no key, a head that is too large, a fault, a line that is not ready.
-_ANY: Final = (400, 401, 431, 500, 503)
-_BODY: Final = (*_ANY, 404, 413)
+_BODY: Final = (*ANY_ERRORS, 404, 413)
 # A request id in use, its time over, too many requests, cancelled before an answer.
-_GENERATION: Final = (*_BODY, 408, 409, 429, 499)
+_GENERATION: Final = (*_BODY, 408, 409, 422, 429, 499)
 _STREAMED: Final = (JSON, EVENT_STREAM)
 
 
@@ -45,6 +45,7 @@ class Endpoints:
     tokenization: Tokenization
     models: Models
     requests: Requests
+    events: RequestEvents
     health: Health
 
 
@@ -56,7 +57,7 @@ def operations(of: Endpoints) -> Sequence[Operation]:
         *_responses(of),
         *_tokens(of),
         *_models(of),
-        *_requests(of),
+        *request_operations(of.requests, of.events),
         *_health(of),
     )
 
@@ -137,7 +138,7 @@ def _responses(of: Endpoints) -> Sequence[Operation]:
             summary="Cancel a response that runs in the background",
             tag="Responses",
             answers={200: answers.ResponseAnswer},
-            errors=(*_ANY, 404),
+            errors=(*ANY_ERRORS, 404),
         ),
         Operation(
             method="GET",
@@ -146,7 +147,7 @@ def _responses(of: Endpoints) -> Sequence[Operation]:
             summary="What a response was asked",
             tag="Responses",
             answers={200: answers.ItemList},
-            errors=(*_ANY, 404),
+            errors=(*ANY_ERRORS, 404),
             parameters={"order": Literal["asc", "desc"]},
         ),
         Operation(
@@ -157,7 +158,7 @@ def _responses(of: Endpoints) -> Sequence[Operation]:
             tag="Responses",
             answers={200: answers.ResponseAnswer},
             media_types=_STREAMED,
-            errors=(*_ANY, 404),
+            errors=(*ANY_ERRORS, 404),
             parameters={"stream": bool, "starting_after": int},
         ),
         Operation(
@@ -167,7 +168,7 @@ def _responses(of: Endpoints) -> Sequence[Operation]:
             summary="Forget a response, and end it where it still runs",
             tag="Responses",
             answers={200: answers.Deletion},
-            errors=(*_ANY, 404),
+            errors=(*ANY_ERRORS, 404),
         ),
     )
 
@@ -206,7 +207,7 @@ def _models(of: Endpoints) -> Sequence[Operation]:
             summary="The models that are served",
             tag="Models",
             answers={200: answers.ModelList},
-            errors=_ANY,
+            errors=ANY_ERRORS,
         ),
         Operation(
             method="GET",
@@ -215,39 +216,7 @@ def _models(of: Endpoints) -> Sequence[Operation]:
             summary="One model",
             tag="Models",
             answers={200: answers.ModelAnswer},
-            errors=(*_ANY, 404),
-        ),
-    )
-
-
-def _requests(of: Endpoints) -> Sequence[Operation]:
-    return (
-        Operation(
-            method="GET",
-            path="/v1/requests",
-            endpoint=of.requests.list,
-            summary="The requests in progress on every gateway",
-            tag="Requests",
-            answers={200: answers.RequestList},
-            errors=_ANY,
-        ),
-        Operation(
-            method="GET",
-            path="/v1/requests/{request_id:path}",
-            endpoint=of.requests.get,
-            summary="How far a request has come, or how it ended",
-            tag="Requests",
-            answers={200: answers.RequestAnswer},
-            errors=(*_ANY, 404),
-        ),
-        Operation(
-            method="DELETE",
-            path="/v1/requests/{request_id:path}",
-            endpoint=of.requests.cancel,
-            summary="Cancel a request, wherever it runs",
-            tag="Requests",
-            answers={200: answers.RequestAnswer},
-            errors=(*_ANY, 404),
+            errors=(*ANY_ERRORS, 404),
         ),
     )
 
@@ -282,7 +251,7 @@ def _health(of: Endpoints) -> Sequence[Operation]:
             tag="Health",
             answers={200: None},
             media_types=("text/plain",),
-            errors=_ANY,
+            errors=ANY_ERRORS,
         ),
         Operation(
             method="GET",
@@ -291,6 +260,6 @@ def _health(of: Endpoints) -> Sequence[Operation]:
             summary="What this is",
             tag="Health",
             answers={200: answers.AboutAnswer},
-            errors=_ANY,
+            errors=ANY_ERRORS,
         ),
     )

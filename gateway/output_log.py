@@ -27,9 +27,13 @@ class OutputLog:
         self.head: RunHead | None = None
         self.ended = False
         self.error: TokenlineError | None = None
-        # Per choice: the tokens that are listed, and how far it has come as `num_events` counts.
+        # Why there is no more to read here, though the run goes on elsewhere.
+        self.broken: TokenlineError | None = None
+        # Per choice: the tokens that are listed, how far it has come as `num_events` counts, and
+        # how it ended (common_pb2.FinishReason; 0 while it has not).
         self.num_tokens = [0] * num_choices
         self.num_events = [0] * num_choices
+        self.finish_reasons = [0] * num_choices
         self.num_cached_tokens = 0
         self._recent: list[detok_pb2.Output] = []
         # The number of the first recent output.
@@ -53,20 +57,29 @@ class OutputLog:
 
     def append(self, index: int, output: detok_pb2.Output) -> None:
         """`output` of choice `index`, which is the log's from now on."""
+        if self.broken is not None:
+            return
         output.sequence_id = index
         num_tokens = len(output.token_ids)
         self.num_tokens[index] += num_tokens
         self.num_events[index] += num_tokens or num_events(output)
         self.num_cached_tokens += output.num_cached_tokens
+        if output.HasField("finish"):
+            self.finish_reasons[index] = output.finish.reason
         self._recent.append(output)
         if len(self._recent) >= _MAX_RECENT and self.retains:
             self._seal()
         if self._waiters:
             self._wake()
 
+    def break_off(self, reason: TokenlineError) -> None:
+        """Those who read along are to go elsewhere. Nothing is taken any more."""
+        self.broken = reason
+        self._wake()
+
     def end(self, error: TokenlineError | None = None) -> None:
         """Nothing follows. Only the first call counts."""
-        if self.ended:
+        if self.ended or self.broken is not None:
             return
         self.ended = True
         self.error = error
@@ -95,9 +108,22 @@ class OutputLog:
         return self._batches[start:]
 
     async def wait(self, position: int, timeout_seconds: float) -> bool:
-        """Waits until there is an output of number `position`, or the end; whether there is."""
-        if self.size > position or self.ended:
-            return True
+        """Waits until there is an output of number `position`, or no more; whether there is."""
+        if not (self.size > position or self._is_over):
+            await self._change(timeout_seconds)
+        return self.size > position or self._is_over
+
+    async def until_begun(self, timeout_seconds: float) -> bool:
+        """Waits until the prompt is known, or there will be no more; whether it is so."""
+        if self.head is None and not self._is_over:
+            await self._change(timeout_seconds)
+        return self.head is not None or self._is_over
+
+    @property
+    def _is_over(self) -> bool:
+        return self.ended or self.broken is not None
+
+    async def _change(self, timeout_seconds: float) -> None:
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
         self._waiters.append(waiter)
@@ -106,14 +132,6 @@ class OutputLog:
             await waiter
         finally:
             timer.cancel()
-        return self.size > position or self.ended
-
-    async def until_begun(self) -> None:
-        """Waits until the prompt is known, or the log has ended."""
-        while self.head is None and not self.ended:
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            await waiter
 
     def _wake(self) -> None:
         waiters, self._waiters = self._waiters, []
@@ -131,6 +149,19 @@ class OutputLog:
         if self.retains:
             self._batches.append(batch)
             self._batch_starts.append(self._recent_start)
+
+
+def gathered(log: OutputLog) -> dict[int, detok_pb2.Output]:
+    """Everything that the choices have, by index, each as one output."""
+    outputs: dict[int, detok_pb2.Output] = {}
+    texts: dict[int, list[str]] = {}
+    for entry in log.entries(0) if log.retains else ():
+        index = entry.sequence_id
+        texts.setdefault(index, []).append(entry.text)
+        outputs.setdefault(index, detok_pb2.Output()).MergeFrom(entry)
+    for index, output in outputs.items():
+        output.text = "".join(texts[index])
+    return outputs
 
 
 def _wake(waiter: asyncio.Future[None]) -> None:

@@ -73,7 +73,7 @@ class OutputReader:
             # By far the most common: one output, to be told as it is.
             if len(entries) != 1 or self._held or self._divider or not entries[0].token_ids:
                 entries = self._new(entries)
-            if entries or self.is_at_end:
+            if entries or self.is_at_end or self._log.broken is not None:
                 return entries
         return ()
 

@@ -1,7 +1,7 @@
 """The whole line of a request on one screen: admit → encode → route → generate → record."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -13,8 +13,9 @@ from gateway.job import Job, choice_seed
 from gateway.lanes import Lanes
 from gateway.live_request import LiveRequest
 from gateway.metrics import Metrics
-from gateway.output_log import OutputLog
+from gateway.output_log import OutputLog, gathered
 from gateway.run_batches import RunHead
+from gateway.seat import Seat
 from protos.common.v1 import common_pb2
 from protos.detok.v1 import detok_pb2
 from protos.tokenizer.v1 import tokenizer_pb2
@@ -40,15 +41,17 @@ class Pipeline:
         self._admission = admission
         self._metrics = metrics
 
-    async def run(self, job: Job, log: OutputLog) -> None:
+    async def run(self, job: Job, log: OutputLog, seat: Seat) -> None:
         """Carries the job out, and logs what its choices gain, until all have ended.
 
-        Cancelling it aborts them. The end is recorded, and so is every error on the way.
+        Cancelling it aborts them. The end is recorded, and so is every error on the way. A run that
+        was taken over goes on from what its log holds.
         """
         with (
-            self._admission.admit(job) as request,
+            self._admission.admit(job, seat) as request,
             _called_after(job.seconds_left, request.time_out),
         ):
+            request.resume(sum(log.num_tokens), log.num_cached_tokens)
             encoded = await self._encode(job, request)
             rooms = [_max_tokens(job, len(token_ids)) for token_ids in encoded.prompts]
             num_prompt_tokens = sum(map(len, encoded.prompts))
@@ -64,12 +67,14 @@ class Pipeline:
                 reading=job.reading,
                 in_reasoning=encoded.in_reasoning,
             ) as generation:
+                earlier = gathered(log)
                 async with self._admission.turn(
                     request, request.record.num_prompt_tokens, sum(rooms) * job.num_choices
                 ):
                     for token_ids, max_tokens in zip(encoded.prompts, rooms, strict=True):
                         record = _record(job, token_ids, max_tokens, encoded.bad_words)
-                        self._start(job, record, generation)
+                        self._start(job, record, generation, earlier)
+                seat.on_start()
                 request.note_route(generation.engines, generation.detoks)
                 request.on_cancel(generation.abort)
                 request.on_timeout(generation.time_out)
@@ -88,7 +93,8 @@ class Pipeline:
                     RequestCancelled("The request was cancelled.", code="request_cancelled")
                 )
             )
-            request.on_timeout(lambda: encoding.interrupt(timed_out()))
+            if not request.record.num_output_tokens:
+                request.on_timeout(lambda: encoding.interrupt(timed_out()))
             responses = [
                 tokenizer_pb2.EncodeResponse(token_ids=prompt)
                 if isinstance(prompt, tuple)
@@ -102,12 +108,31 @@ class Pipeline:
         in_reasoning = any(response.in_reasoning for response in responses)
         return _Encoded(prompts, in_reasoning, bad_words)
 
-    def _start(self, job: Job, record: common_pb2.GenerationRecord, generation: Generation) -> None:
-        """Begins every choice of one prompt, all on one engine: they share the prompt's KV."""
+    def _start(
+        self,
+        job: Job,
+        record: common_pb2.GenerationRecord,
+        generation: Generation,
+        earlier: Mapping[int, detok_pb2.Output],
+    ) -> None:
+        """Begins every choice of one prompt, all on one engine: they share the prompt's KV.
+
+        `earlier`: what choices have already, by index; they go on after it.
+        """
         router = self._lanes.router(record.prompt_token_ids, job.cache_salt, job.model.fingerprint)
+        seconds_left = job.seconds_left
+        deadline = None
+        if seconds_left is not None:
+            deadline = asyncio.get_running_loop().time() + seconds_left
         for choice in range(job.num_choices):
             submit = _submit(job, record, generation.num_choices)
-            generation.start(submit, router, is_first_choice=choice == 0)
+            generation.start(
+                submit,
+                router,
+                is_first_choice=choice == 0,
+                deadline=deadline,
+                had=earlier.get(generation.num_choices),
+            )
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The record of a request: what the ledger keeps and GET /v1/requests/{id} shows."""
 
+import copy
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Final
@@ -59,6 +60,17 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     error_code: str | None = None
     error_message: str | None = None
+
+    def taken_over(self, owner: str, epoch: int) -> "RequestRecord":
+        """The record of the same request at its next gateway, where it is live and counted anew."""
+        taken = copy.copy(self)
+        taken.owner, taken.epoch, taken.released = owner, epoch, False
+        taken.num_prompt_tokens = 0
+        if not taken.is_live:
+            # Its end was noted, but what it ended with is lost.
+            taken.state, taken.finished_at, taken.finish_reason = Stage.DECODING, None, None
+            taken.error_code = taken.error_message = None
+        return taken
 
     @property
     def is_live(self) -> bool:

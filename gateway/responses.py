@@ -16,7 +16,8 @@ from starlette.types import Message
 from gateway.answers import StreamedAnswer, answer
 from gateway.call import Call, new_call
 from gateway.chat_job import ModelText, chat_job
-from gateway.errors import as_typed, json_response
+from gateway.errors import HandedOver, as_typed, json_response
+from gateway.event_ids import LAST_EVENT_ID
 from gateway.field_checks import invalid_value
 from gateway.followed_response import FollowedResponse
 from gateway.identity import Identity
@@ -31,7 +32,7 @@ from gateway.response_input import input_items, messages_of
 from gateway.response_job import chat_request, new_response
 from gateway.response_schema import ResponseRequest
 from gateway.response_store import ResponseStore, StoredResponse
-from gateway.runs import Runs
+from gateway.runs import Opened, Runs
 from gateway.sse import EventStream
 from protos.wire.errors import Conflict, InvalidRequest, NotFound, Unavailable
 
@@ -78,8 +79,14 @@ class Responses:
         call = new_call(request, PATH, await read_body(request, self._max_body_bytes))
         job, form, stored = await self._prepare(call)
         if stored.response["background"]:
-            return await self._begin_in_background(job, form, call.tenant, stored)
-        return answer(self._runs.begin(job), form, self._ping_seconds)
+            return await self._begin_in_background(call, job, form, stored)
+        opened = await self._runs.open(call, job, form, request.headers.get(LAST_EVENT_ID))
+        return answer(opened, self._ping_seconds)
+
+    async def prepare(self, call: Call) -> tuple[Job, ResponseForm]:
+        """Raises InvalidRequest, and NotFound for what the response is to go on with."""
+        job, form, _ = await self._prepare(call)
+        return job, form
 
     async def _prepare(self, call: Call) -> tuple[Job, ResponseForm, StoredResponse]:
         """The job, its form, and the response as it is kept before there is anything of it."""
@@ -95,7 +102,12 @@ class Responses:
             job = chat_job(chat, call, model, self._model_text, endpoint=PATH)
         except InvalidRequest as error:
             raise _in_our_terms(error) from error
-        job = replace(job, prompt_param="input", max_tokens_param="max_output_tokens")
+        job = replace(
+            job,
+            prompt_param="input",
+            max_tokens_param="max_output_tokens",
+            is_detached=bool(body.background),
+        )
         stored = StoredResponse(
             response=new_response(body, chat, response_id, call.created),
             input_items=items,
@@ -203,18 +215,32 @@ class Responses:
             stored.response["store"] = False
 
     async def _begin_in_background(
-        self, job: Job, form: ResponseForm, tenant: str, stored: StoredResponse
+        self, call: Call, job: Job, form: ResponseForm, stored: StoredResponse
     ) -> Response:
-        await self._store.save(tenant, stored)
+        if call.key_digest:
+            raise InvalidRequest(
+                "Idempotency-Key cannot be combined with `background`.",
+                code="invalid_value",
+                param="idempotency-key",
+            )
+        await self._store.save(call.tenant, stored)
         body = msgspec.json.encode(stored.response)
-        task = asyncio.create_task(self._run(job, form, tenant, stored))
-        self._in_background.add(task)
-        task.add_done_callback(self._in_background.discard)
+        opened = await self._runs.open(call, job, form)
+        self._answer_in_background(opened, form, call.tenant, stored)
         if job.streams:
-            return self._followed(tenant, stored, 0)
+            return self._followed(call.tenant, stored, 0)
         return Response(body, media_type="application/json")
 
-    async def _run(self, job: Job, form: ResponseForm, tenant: str, stored: StoredResponse) -> None:
+    def _answer_in_background(
+        self, opened: Opened, form: ResponseForm, tenant: str, stored: StoredResponse
+    ) -> None:
+        task = asyncio.create_task(self._run(opened, form, tenant, stored))
+        self._in_background.add(task)
+        task.add_done_callback(self._in_background.discard)
+
+    async def _run(
+        self, opened: Opened, form: ResponseForm, tenant: str, stored: StoredResponse
+    ) -> None:
         """Answers into the store. Whoever asked learns of errors from there."""
         response_id = stored.response["id"]
 
@@ -226,9 +252,10 @@ class Responses:
         stream = EventStream(send)
         try:
             try:
-                run = self._runs.begin(job)
-                with run.being_read():
-                    await StreamedAnswer(run, form, self._ping_seconds).answer(stream)
+                with opened.run.being_read():
+                    await StreamedAnswer(opened, self._ping_seconds).answer(stream)
+            except HandedOver:
+                return
             except Exception as error:
                 await stream.close(form.failure_events(as_typed(error)))
             if stored.response["status"] in ("failed", "cancelled"):

@@ -16,6 +16,8 @@ _CONVERTOR: Final = re.compile(r":[a-z]+(?=\})")
 
 JSON: Final = "application/json"
 EVENT_STREAM: Final = "text/event-stream"
+# What any route may answer: no key, a head that is too large, a fault, a line that is not ready.
+ANY_ERRORS: Final = (400, 401, 431, 500, 503)
 
 
 @dataclass(frozen=True, kw_only=True)

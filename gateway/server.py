@@ -72,14 +72,21 @@ async def serve_until(
 
 
 async def drain(gateway: Gateway, drain_seconds: float) -> None:
-    """Takes no more requests, gives those in progress their time, then cancels them."""
+    """Takes no more requests, gives those in progress their time, then leaves them to other
+    gateways; those that nobody could go on with are cancelled.
+    """
     admission = gateway.admission
-    admission.draining = True
+    admission.draining = gateway.runs.draining = True
     logger.info("draining; requests in progress: %d", len(admission.records()))
-    for seconds in (drain_seconds, _CANCEL_GRACE_SECONDS):
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(admission.until_empty(), seconds)
-        admission.cancel_all()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(admission.until_empty(), drain_seconds)
+    gateway.runs.hand_over()
+    # The runs' tasks take note of it, and what was handed over is not cancelled.
+    await asyncio.sleep(0)
+    admission.cancel_all()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(admission.until_empty(), _CANCEL_GRACE_SECONDS)
+    admission.cancel_all()
 
 
 async def _until_stopped(stop: asyncio.Event, serving: "asyncio.Task[None]") -> None:

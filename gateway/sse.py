@@ -49,11 +49,14 @@ def error_event(error: TokenlineError) -> bytes:
 
 class EventStream:
     """The response. Its head goes out with the first bytes, so that what fails before is an HTTP
-    error.
+    error. request_id: of the request that is answered, where it may be another's than this one's.
     """
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, request_id: str = "") -> None:
         self._send = send
+        self._headers = list(_HEADERS)
+        if request_id:
+            self._headers.append((b"x-request-id", request_id.encode()))
         self.started = False
 
     async def send(self, events: bytes) -> None:
@@ -70,4 +73,6 @@ class EventStream:
     async def _open(self) -> None:
         if not self.started:
             self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await self._send(
+                {"type": "http.response.start", "status": 200, "headers": self._headers}
+            )
