@@ -24,8 +24,12 @@ GATEWAY_ARGUMENTS: Final = (
     # Redis comes to its steady size within the run.
     *("--record-ttl-seconds", "30"),
 )
-# Few blocks, so that all of their memory has been touched before it is measured.
-_FEW_BLOCKS: Final = ("--num-threads", "1", "--kv-memory", "16MiB")
+# Few blocks and small steps: what the KV cache and the matrix products' own cache, which keeps
+# a program per number of rows, may hold, they hold before memory is measured.
+_SMALL_ENGINE: Final = (
+    *("--num-threads", "1", "--kv-memory", "16MiB"),
+    *("--max-num-batched-tokens", "64"),
+)
 # The short run has each service and each fault, the likely ones more than once.
 _SHORT_CELLS: Final = (
     ("engine", "kill"),
@@ -70,7 +74,7 @@ async def faults(options: Namespace, line_options: LineOptions) -> list[Table]:
 async def aborts(options: Namespace, line_options: LineOptions) -> list[Table]:
     """2: what is given up leaves nothing behind, and soon."""
     model = model_name(line_options.model)
-    async with chaos_line(replace(line_options, engine_arguments=_FEW_BLOCKS)) as line:
+    async with chaos_line(replace(line_options, engine_arguments=_SMALL_ENGINE)) as line:
         left = await run_aborts(
             line, model, options.requests, options.seed, say, judges_memory=not options.short
         )
