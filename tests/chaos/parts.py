@@ -89,6 +89,11 @@ async def fencing(options: Namespace, line_options: LineOptions) -> list[Table]:
         return [await rounds.run(options.rounds, say)]
 
 
+async def hostile(options: Namespace, line_options: LineOptions) -> list[Table]:
+    """4: malformed, truncated and oversized requests, on a line of their own."""
+    return [await run_program("hostile", ("tests.hostile",), _PROGRAM_SECONDS, say)]
+
+
 async def overload(options: Namespace, line_options: LineOptions) -> list[Table]:
     """5: ten times more than the line can do."""
     return [await run_program("overload", ("tests.bench", "overload"), _PROGRAM_SECONDS, say)]
@@ -98,6 +103,7 @@ PARTS: Final[dict[str, Callable[[Namespace, LineOptions], Awaitable[list[Table]]
     "faults": faults,
     "aborts": aborts,
     "fencing": fencing,
+    "hostile": hostile,
     "overload": overload,
 }
 SHORT_PARTS: Final = ("faults", "fencing", "aborts")
