@@ -13,7 +13,7 @@ from tests.chaos.fencing import Fencing
 from tests.chaos.line import LineOptions, chaos_line
 from tests.chaos.outside import run_program
 from tests.chaos.report import Table
-from tests.chaos.rounds import Rounds, run_faults
+from tests.chaos.rounds import ROLLING, Rounds, run_faults
 from tests.chaos.workload import make_workload
 
 ENGINE_ARGUMENTS: Final = ("--num-threads", "1", "--kv-memory", "128MiB")
@@ -68,7 +68,8 @@ async def faults(options: Namespace, line_options: LineOptions) -> list[Table]:
             for fault in options.faults
             if not options.short or (service, fault) in _SHORT_CELLS
         ]
-        return [await run_faults(rounds, [("engine", "none"), *cells], options.rounds, say)]
+        cells = [("engine", "none"), *cells, *([] if options.short else [("every", ROLLING)])]
+        return [await run_faults(rounds, cells, options.rounds, say)]
 
 
 async def aborts(options: Namespace, line_options: LineOptions) -> list[Table]:
