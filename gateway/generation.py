@@ -8,24 +8,23 @@ from types import TracebackType
 from typing import Self
 
 from gateway.chat_reducer import ChatReducer, TextReading
-from gateway.lane import DetokLane, EngineLane
 from gateway.live_request import LiveRequest
 from gateway.metrics import Metrics
 from gateway.output_log import OutputLog
+from gateway.prompt_router import PromptRouter
 from gateway.records import FINISH_REASONS, Stage, gravest
+from gateway.sequence import Sequence
 from protos.common.v1 import common_pb2
 from protos.detok.v1 import detok_pb2
 from protos.wire.errors import RequestTimeout, TokenlineError, from_proto
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _Choice:
     """One choice. `is_first_choice` of its prompt: its cached tokens are the prompt's."""
 
-    engine: EngineLane
-    detok: DetokLane
+    sequence: Sequence
     is_first_choice: bool
-    sequence_id: int = 0
     last_token_at: float = 0.0
     finish_reason: str = ""
     reducer: ChatReducer | None = None
@@ -60,7 +59,7 @@ class Generation:
             if reading.call_format is not None
             else None
         )
-        self._sequences: list[_Sequence] = []
+        self._choices: list[_Choice] = []
         self._num_unfinished = 0
         self._ended = asyncio.Event()
         self._error: TokenlineError | None = None
@@ -79,37 +78,35 @@ class Generation:
     ) -> None:
         self._close()
         if kind is None and not self._num_unfinished:
-            self._request.finish(gravest([sequence.finish_reason for sequence in self._sequences]))
+            self._request.finish(gravest([choice.finish_reason for choice in self._choices]))
 
     def start(
         self,
         submit: detok_pb2.Submit,
-        engine: EngineLane,
-        detok: DetokLane,
+        router: PromptRouter,
         *,
         is_first_choice: bool,
+        deadline: float | None = None,
     ) -> None:
-        """Begins the next sequence."""
-        sequence = _Sequence(engine, detok, is_first_choice)
-        if self._new_reducer is not None:
-            sequence.reducer = self._new_reducer()
-        sink = partial(self._take, len(self._sequences))
-        sequence.sequence_id = detok.client.submit(submit, sink)
-        engine.num_own_sequences += 1
+        """Begins the next sequence. `deadline`: see Sequence."""
+        sink = partial(self._take, len(self._choices))
+        sequence = Sequence(submit, router, sink, self._metrics, deadline=deadline)
+        sequence.start()
         self._num_unfinished += 1
-        self._sequences.append(sequence)
+        reducer = self._new_reducer() if self._new_reducer is not None else None
+        self._choices.append(_Choice(sequence, is_first_choice, reducer=reducer))
 
     @property
     def engines(self) -> list[str]:
-        return sorted({sequence.engine.address for sequence in self._sequences})
+        return sorted({choice.sequence.engine_address for choice in self._choices} - {""})
 
     @property
     def detoks(self) -> list[str]:
-        return sorted({sequence.detok.address for sequence in self._sequences})
+        return sorted({choice.sequence.detok_address for choice in self._choices} - {""})
 
     @property
     def num_choices(self) -> int:
-        return len(self._sequences)
+        return len(self._choices)
 
     async def until_ended(self) -> None:
         """Returns when every sequence has finished. Raises the error of one that failed."""
@@ -119,9 +116,8 @@ class Generation:
 
     def abort(self) -> None:
         """Asks for the end of all sequences; their finishes still come."""
-        for sequence in self._sequences:
-            if not sequence.finish_reason:
-                sequence.detok.client.abort(sequence.sequence_id)
+        for choice in self._choices:
+            choice.sequence.abort()
 
     def time_out(self) -> None:
         """Ends all sequences with the reason `timeout`; with an error, if no token has come."""
@@ -135,45 +131,44 @@ class Generation:
         """The sink of sequence `index`."""
         if self._closed:
             return
-        sequence = self._sequences[index]
+        choice = self._choices[index]
         if self._prompt_only:
             _drop_what_is_sampled(output)
         if self._timed_out and output.finish.reason == common_pb2.FINISH_REASON_CANCELLED:
             output.finish.reason = common_pb2.FINISH_REASON_TIMEOUT
         if output.prefill_started:
             self._request.enter(Stage.PREFILLING)
-            if not sequence.is_first_choice:
+            if not choice.is_first_choice:
                 output.num_cached_tokens = 0
             self._request.count_cached_tokens(output.num_cached_tokens)
         num_tokens = len(output.token_ids)
         if num_tokens:
             now = time.monotonic()
-            if sequence.last_token_at:
-                seconds = (now - sequence.last_token_at) / num_tokens
+            if choice.last_token_at:
+                seconds = (now - choice.last_token_at) / num_tokens
                 self._metrics.inter_token_latency.observe(seconds, num_tokens)
-            sequence.last_token_at = now
+            choice.last_token_at = now
             self._request.count_tokens(num_tokens)
-        if sequence.reducer is not None:
-            sequence.reducer.feed(output.text)
+        if choice.reducer is not None:
+            choice.reducer.feed(output.text)
         if output.HasField("finish"):
-            self._finish(sequence, output)
+            self._finish(choice, output)
         if num_tokens or output.text or _holds_more(output):
             self._log.append(index, output)
         if not self._num_unfinished:
             self._ended.set()
 
-    def _finish(self, sequence: _Sequence, output: detok_pb2.Output) -> None:
+    def _finish(self, choice: _Choice, output: detok_pb2.Output) -> None:
         """The last output of a sequence. A failure is told as such, not as the end of a choice."""
-        sequence.finish_reason = FINISH_REASONS.get(output.finish.reason, "error")
-        sequence.engine.num_own_sequences -= 1
+        choice.finish_reason = FINISH_REASONS.get(output.finish.reason, "error")
         self._num_unfinished -= 1
-        if sequence.finish_reason == "error":
+        if choice.finish_reason == "error":
             self._fail(from_proto(output.finish.error))
             output.ClearField("finish")
-        elif sequence.reducer is not None and sequence.finish_reason == "stop":
-            sequence.reducer.end()
-            if sequence.reducer.has_calls:
-                sequence.finish_reason = "tool_calls"
+        elif choice.reducer is not None and choice.finish_reason == "stop":
+            choice.reducer.end()
+            if choice.reducer.has_calls:
+                choice.finish_reason = "tool_calls"
 
     def _fail(self, error: TokenlineError) -> None:
         if self._error is None:
@@ -183,9 +178,6 @@ class Generation:
     def _close(self) -> None:
         self._closed = True
         self.abort()
-        for sequence in self._sequences:
-            if not sequence.finish_reason:
-                sequence.engine.num_own_sequences -= 1
 
 
 def timed_out() -> RequestTimeout:

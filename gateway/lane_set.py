@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar
 
-from gateway.lane import AnyLane, pause
+from gateway.lane import AnyLane
 from protos.wire.discovery import AddressSet
 
 logger = logging.getLogger(__name__)
@@ -83,4 +83,4 @@ class LaneSet(Generic[LaneT]):
                 if lane.problem != before:
                     logger.info("%s %s", lane.name, lane.problem or "is serving")
                 self._on_change()
-                await pause(lane)
+                await lane.pause()

@@ -2,26 +2,23 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Self
 
+from gateway.changes import Changes
 from gateway.lane import AnyLane, DetokLane, EngineLane, TokenizerLane
 from gateway.lane_set import LaneSet, LaneT
-from gateway.routing import choose_engine, prefix_key
+from gateway.prompt_router import PromptRouter
+from gateway.tokenizer_calls import TokenizerCalls
 from protos.common.v1 import common_pb2
 from protos.detok.v1 import detok_pb2
 from protos.tokenizer.v1 import tokenizer_pb2
 from protos.wire.errors import NotFound, Unavailable
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-_ENCODE_ATTEMPTS: Final = 3
-_ENCODE_BACKOFF_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +50,34 @@ class Lanes:
     The line's model is the fingerprint that at least one healthy replica of each service reports;
     it stays until one service has no replica of it left, and of several the one with most engines
     is taken. So a fleet may change its model replica by replica.
+
+    recovery_seconds: for so long after the line was last ready, requests wait for it to be so
+    again; later ones are refused at once.
     """
 
     def __init__(
-        self, tokenizer: Sequence[str], detok: Sequence[str], engine: Sequence[str]
+        self,
+        tokenizer: Sequence[str],
+        detok: Sequence[str],
+        engine: Sequence[str],
+        recovery_seconds: float = 60.0,
     ) -> None:
         self._tokenizers = LaneSet("tokenizer", tokenizer, TokenizerLane, self._agree)
         self._detoks = LaneSet("detok", detok, self._open_detok, self._agree)
         self._engines = LaneSet("engine", engine, EngineLane, self._agree)
         self._fingerprint = ""
         self._mismatches: frozenset[str] = frozenset()
-        self._num_encodes = 0
+        self._recovery_seconds = recovery_seconds
+        self._changes = Changes()
+        self._usable: frozenset[AnyLane] = frozenset()
+        # The model when the line was last ready, and when that was, on the event loop's clock.
+        self._last_model: LineModel | None = None
+        self._last_ready_at = 0.0
+        self._tokenizer_calls = TokenizerCalls(
+            self._usable_tokenizers, self._changes, recovery_seconds
+        )
+        # Called with each report of engines' loads.
+        self.on_loads: Callable[[], None] = lambda: None
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -87,74 +101,71 @@ class Lanes:
         """What keeps the line from being ready, in sentences; empty when it is."""
         return [] if self.ready else self._problems()
 
+    @property
+    def recovering(self) -> bool:
+        """Whether the line is not ready but was a moment ago: it may be restarting."""
+        seconds_away = asyncio.get_running_loop().time() - self._last_ready_at
+        is_known = self._last_model is not None
+        return is_known and not self.ready and seconds_away < self._recovery_seconds
+
     def model(self, name: str | None = None) -> LineModel:
-        """The line's model. Unavailable while there is none, NotFound when `name` is another's."""
-        tokenizers, engines = self._ready(self._tokenizers), self._ready(self._engines)
-        if not tokenizers or not engines:
-            raise Unavailable(
-                f"The line is not ready: {'; '.join(self._problems())}.", code="not_ready"
-            )
-        tokenizer_status = tokenizers[0].status
-        engine_statuses = [lane.status for lane in engines if lane.status is not None]
-        assert tokenizer_status is not None
-        served = tokenizer_status.model.name
-        if name is not None and name != served:
+        """The line's model, also while the line recovers.
+
+        Unavailable while there is none, NotFound when `name` is another's.
+        """
+        model = self._model_now()
+        if model is None and self.recovering:
+            model = self._last_model
+        if model is None:
+            raise self._not_ready()
+        if name is not None and name != model.name:
             raise NotFound(
-                f"The model `{name}` does not exist; this server has `{served}`.",
+                f"The model `{name}` does not exist; this server has `{model.name}`.",
                 code="model_not_found",
                 param="model",
             )
-        return LineModel(
-            name=served,
-            fingerprint=self._fingerprint,
-            eos_token_ids=tuple(tokenizer_status.eos_token_ids),
-            max_model_len=min(status.max_model_len for status in engine_statuses),
-            vocab_size=min(status.vocab_size for status in engine_statuses),
-            generation_defaults=tokenizer_status.generation_defaults,
-            tool_call_format=tokenizer_status.tool_call_format,
-            has_reasoning=tokenizer_status.has_reasoning,
-        )
+        return model
 
     async def encode(self, request: tokenizer_pb2.EncodeRequest) -> tokenizer_pb2.EncodeResponse:
         """A prompt as tokens."""
-        return await self._ask_a_tokenizer(lambda lane: lane.encode(request))
+        return await self._tokenizer_calls.ask(lambda lane: lane.encode(request))
 
     async def decode(self, request: tokenizer_pb2.DecodeRequest) -> str:
         """The text of token ids."""
-        return await self._ask_a_tokenizer(lambda lane: lane.decode(request))
+        return await self._tokenizer_calls.ask(lambda lane: lane.decode(request))
 
-    async def _ask_a_tokenizer(self, ask: Callable[[TokenizerLane], Awaitable[T]]) -> T:
-        """Asks the tokenizers in turn; another is tried when one is away."""
-        unavailable = Unavailable("No tokenizer is ready; try again.", code="not_ready")
-        for _ in range(_ENCODE_ATTEMPTS):
-            ready = self._ready(self._tokenizers)
-            if not ready:
-                break
-            self._num_encodes += 1
-            try:
-                return await ask(ready[self._num_encodes % len(ready)])
-            except Unavailable as error:
-                unavailable = error
-                await asyncio.sleep(_ENCODE_BACKOFF_SECONDS)
-        raise unavailable
+    def router(
+        self, prompt_token_ids: Sequence[int], cache_salt: str, fingerprint: str
+    ) -> PromptRouter:
+        """Says where the sequences of a prompt go, now and after a loss.
 
-    def route(
-        self, prompt_token_ids: Sequence[int], cache_salt: str
-    ) -> tuple[EngineLane, DetokLane]:
-        """The engine by prefix affinity and load, the detokenizer by load."""
-        engines = {lane.address: lane for lane in self._ready(self._engines)}
-        detoks = self._ready(self._detoks)
-        if not engines or not detoks:
-            raise Unavailable(
-                f"The line is not ready: {'; '.join(self._problems())}.", code="not_ready"
-            )
-        block_size = max(lane.status.block_size for lane in engines.values() if lane.status)
-        address = choose_engine(
-            prefix_key(prompt_token_ids, block_size, cache_salt),
-            engines,
-            lambda address: engines[address].num_sequences,
+        Only replicas of the model `fingerprint` are used, whichever the line's model is by then:
+        ids of one model mean nothing to another.
+        """
+        return PromptRouter(
+            prompt_token_ids,
+            cache_salt,
+            ready=lambda: self._routable(fingerprint),
+            may_wait=lambda: self.recovering,
+            changes=self._changes,
+            recovery_seconds=self._recovery_seconds,
         )
-        return engines[address], min(detoks, key=lambda lane: lane.num_live)
+
+    def _usable_tokenizers(self) -> list[TokenizerLane]:
+        """Also while the line recovers: an engine that restarts keeps no prompt from being read."""
+        if self.recovering and self._last_model is not None:
+            return self._serving(self._tokenizers, self._last_model.fingerprint)
+        return self._ready(self._tokenizers)
+
+    def _routable(self, fingerprint: str) -> tuple[list[EngineLane], list[DetokLane]]:
+        engines = self._serving(self._engines, fingerprint)
+        detoks = self._serving(self._detoks, fingerprint)
+        if not engines or not detoks:
+            raise self._not_ready()
+        return engines, detoks
+
+    def ready_engines(self) -> list[EngineLane]:
+        return self._ready(self._engines)
 
     def engine_loads(self) -> Mapping[str, common_pb2.EngineLoad]:
         return {lane.address: lane.load for lane in self._ready(self._engines)}
@@ -186,12 +197,17 @@ class Lanes:
             lane = self._engines.lanes.get(report.engine_address)
             if lane is not None:
                 lane.load = report.load
+        self.on_loads()
+
+    def _serving(self, lane_set: LaneSet[LaneT], fingerprint: str) -> list[LaneT]:
+        lanes = lane_set.lanes.values()
+        return [lane for lane in lanes if lane.healthy and lane.fingerprint == fingerprint]
 
     def _is_ready(self, lane: AnyLane) -> bool:
         return self.ready and lane.healthy and lane.fingerprint == self._fingerprint
 
     def _ready(self, lane_set: LaneSet[LaneT]) -> list[LaneT]:
-        return [lane for lane in lane_set.lanes.values() if self._is_ready(lane)]
+        return self._serving(lane_set, self._fingerprint) if self.ready else []
 
     def _agree(self) -> None:
         """Settles the line's model anew from what the replicas report."""
@@ -207,6 +223,10 @@ class Lanes:
                 logger.info("the line is ready with %s", self.model().name)
             elif was_ready:
                 logger.warning("the line is not ready: %s", "; ".join(self._problems()))
+        if (model := self._model_now()) is not None:
+            self._last_model = model
+            self._last_ready_at = asyncio.get_running_loop().time()
+        self._note_changes()
         mismatches = frozenset(
             f"{lane.name} {self._mismatch(lane)}"
             for lane_set in self._sets
@@ -216,6 +236,39 @@ class Lanes:
         for mismatch in mismatches - self._mismatches:
             logger.warning("%s", mismatch)
         self._mismatches = mismatches
+
+    def _model_now(self) -> LineModel | None:
+        tokenizers, engines = self._ready(self._tokenizers), self._ready(self._engines)
+        if not tokenizers or not engines:
+            return None
+        status = tokenizers[0].status
+        engine_statuses = [lane.status for lane in engines if lane.status is not None]
+        assert status is not None
+        return LineModel(
+            name=status.model.name,
+            fingerprint=self._fingerprint,
+            eos_token_ids=tuple(status.eos_token_ids),
+            max_model_len=min(status.max_model_len for status in engine_statuses),
+            vocab_size=min(status.vocab_size for status in engine_statuses),
+            generation_defaults=status.generation_defaults,
+            tool_call_format=status.tool_call_format,
+            has_reasoning=status.has_reasoning,
+        )
+
+    def _note_changes(self) -> None:
+        """Wakes those who wait, where there are replicas that were not usable before."""
+        lanes = (lane for lane_set in self._sets for lane in lane_set.lanes.values())
+        usable = frozenset(lane for lane in lanes if lane.healthy and not lane.suspect)
+        if usable - self._usable:
+            self._changes.ring()
+        self._usable = usable
+
+    def _not_ready(self) -> Unavailable:
+        problems = self._problems() or ["it serves another model now"]
+        return Unavailable(
+            f"The line is not ready: {'; '.join(problems)}. Try again in a while.",
+            code="not_ready",
+        )
 
     def _mismatch(self, lane: AnyLane) -> str:
         """How a healthy lane's model differs from the line's, or from the tokenizers'."""

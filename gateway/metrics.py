@@ -45,9 +45,14 @@ class Metrics:
         self._queue = _stage_histogram("request_queue_time", "Time in the waiting stage.")
         self._prefill = _stage_histogram("request_prefill_time", "Time in the prefilling stage.")
         self._decode = _stage_histogram("request_decode_time", "Time in the decoding stage.")
+        self._resubmissions: Counter[str] = Counter()
+        self._recovery = _stage_histogram(
+            "sequence_recovery", "Time from the loss of a sequence to its next token."
+        )
         self._live_records: Callable[[], Iterable[RequestRecord]] = tuple
         self._engine_loads: Callable[[], Mapping[str, common_pb2.EngineLoad]] = dict
         self._ledger: Callable[[], tuple[bool, int]] = lambda: (False, 0)
+        self._sources: list[Callable[[], Iterable[Metric]]] = []
         self._registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self._registry)
         self._registry.register(self)
@@ -62,6 +67,10 @@ class Metrics:
         self._live_records = live_records
         self._engine_loads = engine_loads
         self._ledger = ledger
+
+    def add_source(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        """Others' metrics, which `collect` makes at each scrape."""
+        self._sources.append(collect)
 
     def note_response(self, endpoint: str, status: int) -> None:
         """Counts an HTTP response, but for those to who only asks whether the line is ready."""
@@ -94,6 +103,14 @@ class Metrics:
         """Counts a request that was wrong before it became live."""
         self._finishes[endpoint, "error"] += 1
 
+    def note_resubmission(self, reason: str) -> None:
+        """Counts a sequence that goes on elsewhere; `reason` is the code of the loss."""
+        self._resubmissions[reason] += 1
+
+    def note_recovery(self, seconds: float) -> None:
+        """Counts a sequence that has a new token, so long after it was lost."""
+        self._recovery.observe(seconds)
+
     def render(self) -> bytes:
         """The Prometheus text format."""
         return generate_latest(self._registry)
@@ -109,9 +126,20 @@ class Metrics:
             self._queue,
             self._prefill,
             self._decode,
+            self._recovery,
         ):
             yield histogram.collect()
+        resubmissions = CounterMetricFamily(
+            "tokenline_sequence_resubmissions",
+            "Sequences that were submitted again after a loss.",
+            labels=("reason",),
+        )
+        for reason, count in self._resubmissions.items():
+            resubmissions.add_metric((reason,), count)
+        yield resubmissions
         yield from self._collect_engines()
+        for collect in self._sources:
+            yield from collect()
         redis_up, dropped = self._ledger()
         yield GaugeMetricFamily(
             "tokenline_redis_up", "Whether Redis can be written.", value=float(redis_up)

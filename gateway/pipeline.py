@@ -101,10 +101,10 @@ class Pipeline:
 
     def _start(self, job: Job, record: common_pb2.GenerationRecord, generation: Generation) -> None:
         """Begins every choice of one prompt, all on one engine: they share the prompt's KV."""
-        engine, detok = self._lanes.route(record.prompt_token_ids, job.cache_salt)
+        router = self._lanes.router(record.prompt_token_ids, job.cache_salt, job.model.fingerprint)
         for choice in range(job.num_choices):
-            submit = _submit(job, record, generation.num_choices, engine.address)
-            generation.start(submit, engine, detok, is_first_choice=choice == 0)
+            submit = _submit(job, record, generation.num_choices)
+            generation.start(submit, router, is_first_choice=choice == 0)
 
 
 @contextmanager
@@ -151,15 +151,12 @@ def _record(
     return record
 
 
-def _submit(
-    job: Job, record: common_pb2.GenerationRecord, index: int, engine_address: str
-) -> detok_pb2.Submit:
+def _submit(job: Job, record: common_pb2.GenerationRecord, index: int) -> detok_pb2.Submit:
     """Choice `index`, complete: its record is all that an engine needs."""
     submit = detok_pb2.Submit(
         request_id=job.request_id,
         traceparent=job.traceparent,
         record=record,
-        engine_address=engine_address,
         stop=job.stop,
         include_stop_str_in_output=job.include_stop_str_in_output,
         skip_special_tokens=job.skip_special_tokens,

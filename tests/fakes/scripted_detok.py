@@ -20,7 +20,8 @@ SERVICE = "protos.detok.v1.DetokService"
 @dataclass(frozen=True)
 class DetokScript:
     """Outputs in order, one message each where the reader keeps up. Silence follows the last
-    one until an abort, unless it has `finish`.
+    one until an abort, unless it has `finish`. A record that has outputs goes on after so many
+    tokens, at a border between outputs.
 
     gates: before the output of that index, wait for the event. delay_seconds: before each output.
     """
@@ -105,7 +106,11 @@ class _Stream:
     async def _emit(
         self, submit: detok_pb2.Submit, script: DetokScript, outbox: DetokOutbox
     ) -> None:
+        num_tokens_left = len(submit.record.output_token_ids)
         for index, scripted in enumerate(script.outputs):
+            if num_tokens_left > 0:
+                num_tokens_left -= len(scripted.token_ids)
+                continue
             if index in script.gates:
                 await script.gates[index].wait()
             await asyncio.sleep(script.delay_seconds)

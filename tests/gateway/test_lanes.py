@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 
 from gateway.lanes import Lanes
+from gateway.prompt_router import Route
 from protos.common.v1 import common_pb2
 from protos.detok.v1 import detok_pb2
 from protos.tokenizer.v1 import tokenizer_pb2
@@ -55,6 +56,10 @@ def detok(model: common_pb2.ModelIdentity = IDENTITY) -> ScriptedDetok:
     return ScriptedDetok(pieces("x"), model)
 
 
+def route(lanes: Lanes, prompt_token_ids: Sequence[int] = (1,)) -> Route:
+    return lanes.router(prompt_token_ids, "", lanes.model().fingerprint).route()
+
+
 async def test_a_line_is_ready_when_all_three_serve_one_model(fleet: Fleet) -> None:
     port = free_port()
     tokenizer = await fleet.start(ScriptedTokenizer(IDENTITY))
@@ -65,7 +70,7 @@ async def test_a_line_is_ready_when_all_three_serve_one_model(fleet: Fleet) -> N
         with pytest.raises(Unavailable, match="engine"):
             lanes.model()
         with pytest.raises(Unavailable, match="engine"):
-            lanes.route([1], "")
+            route(lanes)
         await fleet.start(engine(), port)
         await until(lambda: lanes.ready)
         model = lanes.model()
@@ -108,10 +113,10 @@ async def test_a_mixed_fleet_serves_the_model_it_has_until_that_is_gone(fleet: F
             await until(lambda: lanes.ready)
             first = lanes.model().fingerprint
             # More engines of the other do not move the line while its own model is whole.
-            assert lanes.route([1], "")[0].fingerprint == first
+            assert route(lanes).engine.fingerprint == first
             await old.__aexit__()
             await until(lambda: lanes.ready and lanes.model().name == "other")
-            assert lanes.route([1], "")[0].address == engines[1]
+            assert route(lanes).engine.address == engines[1]
 
 
 async def test_a_draining_engine_gets_no_new_work(fleet: Fleet) -> None:
@@ -125,7 +130,7 @@ async def test_a_draining_engine_gets_no_new_work(fleet: Fleet) -> None:
             await until(lambda: list(lanes.engine_loads()) == [addresses[1]])
             assert lanes.ready
             for number in range(20):
-                assert lanes.route([number], "")[0].address == addresses[1]
+                assert route(lanes, [number]).engine.address == addresses[1]
 
 
 async def test_the_context_is_that_of_the_smallest_engine(fleet: Fleet) -> None:
@@ -192,8 +197,8 @@ async def test_sequences_go_to_the_detokenizer_with_fewest(fleet: Fleet) -> None
         await until(lambda: lanes.ready)
         await until(lambda: all(one["ready"] for one in lanes.describe()["detoks"]))
         for _ in range(6):
-            _, lane = lanes.route([1], "")
-            lane.client.submit(detok_pb2.Submit(), lambda output: None)
+            client = route(lanes).detok.client
+            client.submit(detok_pb2.Submit(), lambda output: None)
         await until(lambda: [len(one.live) for one in detoks] == [3, 3])
 
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from gateway.new_api_key import entry
 from protos.common.v1 import common_pb2
-from protos.wire.errors import Overloaded, Unavailable
+from protos.wire.errors import InternalError, Overloaded
 from tests.fakes.gateway_line import MODEL, GatewayLine, gateway_line
 from tests.fakes.scripted_detok import DetokScript, output, pieces
 from tests.fakes.valkey import Valkey
@@ -226,10 +226,10 @@ async def test_an_error_in_mid_stream_is_raised_by_the_client(
     line: GatewayLine, client: AsyncAnthropic
 ) -> None:
     line.detok.script = DetokScript(
-        [output("be"), output(error=Unavailable("The engine is gone.", code="engine_lost"))]
+        [output("be"), output(error=InternalError("The engine stumbled.", code="engine_fault"))]
     )
     stream = await create(client, stream=True)
-    with pytest.raises(anthropic.APIStatusError, match="The engine is gone"):
+    with pytest.raises(anthropic.APIStatusError, match="The engine stumbled"):
         async for _ in stream:
             pass
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from gateway.new_api_key import entry
 from protos.common.v1 import common_pb2
-from protos.wire.errors import Unavailable
+from protos.wire.errors import InternalError
 from tests.fakes.gateway_line import MODEL, GatewayLine, eventually, gateway_line, serving_gateway
 from tests.fakes.scripted_detok import DetokScript, output, pieces
 from tests.fakes.valkey import Valkey
@@ -240,13 +240,13 @@ async def test_an_error_in_mid_stream_is_a_failed_response(
     line: GatewayLine, client: AsyncOpenAI
 ) -> None:
     line.detok.script = DetokScript(
-        [output("be"), output(error=Unavailable("The engine is gone.", code="engine_lost"))]
+        [output("be"), output(error=InternalError("The engine stumbled.", code="engine_fault"))]
     )
     stream = await client.responses.create(model=MODEL, input="hi", stream=True)
     [*_, last] = [event async for event in stream]
     assert last.type == "response.failed"
     assert last.response.error is not None
-    assert last.response.error.message == "The engine is gone."
+    assert last.response.error.message == "The engine stumbled."
 
 
 async def test_logprobs_come_where_they_are_included(
@@ -336,10 +336,10 @@ async def test_only_background_responses_are_cancelled_or_streamed_later(
 
 
 async def test_a_background_failure_is_told(line: GatewayLine, client: AsyncOpenAI) -> None:
-    line.tokenizer.error = Unavailable("No tokenizer.")
+    line.tokenizer.error = InternalError("No tokens.")
     response = await in_background(client)
     done = await ended(client, response.id)
-    assert done.status == "failed" and done.error.message == "No tokenizer."
+    assert done.status == "failed" and done.error.message == "No tokens."
 
 
 @pytest.mark.parametrize(
