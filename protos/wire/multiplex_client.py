@@ -251,17 +251,15 @@ class StreamClient(Generic[SubmitT, OutputT]):
 
     def _lose_written(self, reason: str) -> None:
         """Ends what a broken connection carried."""
-        written = (key for key, sequence in self._sequences.items() if sequence.submit is None)
-        self._lose(list(written), reason)
+        written = [key for key, sequence in self._sequences.items() if sequence.submit is None]
+        self._lose(written, reason)
 
     def _lose_waiting(self, now: float) -> None:
         """Without a connection, ends the sequences that have waited too long for one."""
         latest = now - self._silence_seconds
         if self._awake_since < latest:
-            waiting = (
-                key for key, sequence in self._sequences.items() if sequence.submitted_at < latest
-            )
-            self._lose(list(waiting), "no connection in time")
+            late = [key for key, each in self._sequences.items() if each.submitted_at < latest]
+            self._lose(late, "no connection in time")
 
     def _lose(self, sequence_ids: list[int], reason: str) -> None:
         if sequence_ids:
