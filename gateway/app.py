@@ -50,7 +50,9 @@ class Gateway:
 
     def __init__(self, settings: Settings, redis: AnyRedis, owner: str) -> None:
         self.metrics = Metrics()
-        self.lanes = Lanes(settings.tokenizer, settings.detok, settings.engine)
+        self.lanes = Lanes(
+            settings.tokenizer, settings.detok, settings.engine, settings.recovery_seconds
+        )
         self.ledger = Ledger(
             redis,
             settings.redis_prefix,
