@@ -1,21 +1,18 @@
-"""Who may come in: bounded live requests, one per id, none while draining; and who is in."""
+"""Who may come in: bounded requests, one per id, none while draining; who is in, and whose turn."""
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from gateway.job import Job
 from gateway.live_request import LiveRequest
 from gateway.metrics import Metrics
+from gateway.queue_bounds import with_reserve
 from gateway.records import RequestRecord
-from protos.wire.errors import (
-    Conflict,
-    InternalError,
-    Overloaded,
-    TokenlineError,
-    Unavailable,
-)
+from gateway.visit import Visit
+from gateway.waiting_room import WaitingRoom
+from protos.wire.errors import Conflict, InternalError, TokenlineError, Unavailable
 
 
 class Admission:
@@ -25,15 +22,18 @@ class Admission:
         self,
         owner: str,
         max_live_requests: int,
+        waiting_room: WaitingRoom,
         metrics: Metrics,
         save: Callable[[RequestRecord], None],
     ) -> None:
         self.draining = False
         self._owner = owner
         self._max_live_requests = max_live_requests
+        self._waiting_room = waiting_room
         self._metrics = metrics
         self._save = save
         self._live: dict[str, LiveRequest] = {}
+        self._visits: dict[str, Visit] = {}
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -48,9 +48,9 @@ class Admission:
     def admit(self, job: Job) -> Iterator[LiveRequest]:
         """The request is live inside the block, and its finish is recorded however that ends.
 
-        The block sets the finish reason of a plain end. Raises Unavailable, Overloaded or Conflict.
+        The block sets the finish reason of a plain end. Raises Unavailable, QueueFull or Conflict.
         """
-        self._check(job.request_id)
+        visit = self._come_in(job)
         record = RequestRecord(
             id=job.request_id,
             incarnation=secrets.token_hex(8),
@@ -62,6 +62,7 @@ class Admission:
         )
         request = LiveRequest(record, self._metrics, self._save)
         self._live[request.id] = request
+        self._visits[request.id] = visit
         self._empty.clear()
         try:
             yield request
@@ -74,9 +75,23 @@ class Admission:
         finally:
             # What is left has neither ended nor failed: the client went, or the gateway stops.
             request.finish("cancelled")
-            del self._live[request.id]
+            del self._live[request.id], self._visits[request.id]
+            self._waiting_room.leave(visit, request.record)
             if not self._live:
                 self._empty.set()
+
+    @asynccontextmanager
+    async def turn(
+        self, request: LiveRequest, num_prompt_tokens: int, max_tokens: int
+    ) -> AsyncIterator[None]:
+        """Waits until it is the turn of an admitted request; the block is to start its sequences.
+
+        num_prompt_tokens, max_tokens: of all its sequences together. Raises QueueFull,
+        RequestTimeout, RequestCancelled or Unavailable.
+        """
+        visit = self._visits[request.id]
+        async with self._waiting_room.turn(visit, request, num_prompt_tokens, max_tokens):
+            yield
 
     def cancel(self, request_id: str, incarnation: str | None) -> None:
         """Cancels a live request; `incarnation` None means whichever has the id."""
@@ -91,17 +106,18 @@ class Admission:
     async def until_empty(self) -> None:
         await self._empty.wait()
 
-    def _check(self, request_id: str) -> None:
+    def _come_in(self, job: Job) -> Visit:
         if self.draining:
             raise Unavailable("This gateway is shutting down; try again.", code="draining")
-        if len(self._live) >= self._max_live_requests:
-            raise Overloaded(
-                f"{len(self._live)} requests are in progress, which is the limit; try again later.",
-                code="too_many_requests",
-            )
-        if request_id in self._live:
+        if job.request_id in self._live:
             raise Conflict(
-                f"A request with the id `{request_id}` is in progress.",
+                f"A request with the id `{job.request_id}` is in progress.",
                 code="request_id_in_use",
                 param="x-request-id",
             )
+        visit = self._waiting_room.visit(job)
+        limit = self._max_live_requests
+        if len(self._live) >= (with_reserve(limit) if visit.is_promised else limit):
+            raise self._waiting_room.refusal(visit, "live_requests")
+        self._waiting_room.come_in(visit)
+        return visit

@@ -10,6 +10,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from gateway.admission import Admission
+from gateway.admission_metrics import waiting_metrics
 from gateway.api_docs import ApiDocs
 from gateway.api_keys import ApiKeys
 from gateway.authentication import Authentication
@@ -17,6 +18,7 @@ from gateway.chat_completions import ChatCompletions
 from gateway.chat_job import ModelText
 from gateway.completions import Completions
 from gateway.edge import Edge
+from gateway.engine_places import EnginePlaces
 from gateway.errors import answer_http_exception, answer_typed_error
 from gateway.health import Health
 from gateway.lanes import Lanes
@@ -26,6 +28,7 @@ from gateway.metrics import Metrics
 from gateway.models import Models
 from gateway.operations import Endpoints, operations
 from gateway.pipeline import Pipeline
+from gateway.queue_bounds import QueueBounds
 from gateway.redis_client import AnyRedis
 from gateway.requests_api import Requests
 from gateway.response_store import ResponseStore
@@ -33,6 +36,7 @@ from gateway.responses import Responses
 from gateway.runs import Runs
 from gateway.settings import Settings
 from gateway.tokenization import Tokenization
+from gateway.waiting_room import WaitingRoom
 from protos.wire.errors import TokenlineError
 
 # Those who check on this process have no key.
@@ -63,9 +67,12 @@ class Gateway:
             ),
             owner=owner,
         )
+        self.waiting_room = self._make_waiting_room(settings)
+        self.metrics.add_source(lambda: waiting_metrics(self.waiting_room))
         self.admission = Admission(
             owner,
             settings.max_live_requests,
+            self.waiting_room,
             self.metrics,
             self.ledger.save,
         )
@@ -91,6 +98,13 @@ class Gateway:
         traceback: TracebackType | None,
     ) -> None:
         await self._stack.aclose()
+
+    def _make_waiting_room(self, settings: Settings) -> WaitingRoom:
+        places = EnginePlaces(self.lanes.ready_engines)
+        bounds = QueueBounds(places, settings.max_queued_requests, settings.max_queued_tokens)
+        room = WaitingRoom(places, bounds, num_sampled=lambda: self.metrics.completion_tokens)
+        self.lanes.on_loads = room.look_soon
+        return room
 
     def _make_app(self, settings: Settings, redis: AnyRedis) -> Starlette:
         self.runs = Runs(Pipeline(self.lanes, self.admission, self.metrics))
@@ -133,7 +147,7 @@ class Gateway:
             allow_origins=settings.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
         )
         return [
             Middleware(Edge, metrics=self.metrics),

@@ -64,9 +64,12 @@ class Pipeline:
                 reading=job.reading,
                 in_reasoning=encoded.in_reasoning,
             ) as generation:
-                for token_ids, max_tokens in zip(encoded.prompts, rooms, strict=True):
-                    record = _record(job, token_ids, max_tokens, encoded.bad_words)
-                    self._start(job, record, generation)
+                async with self._admission.turn(
+                    request, request.record.num_prompt_tokens, sum(rooms) * job.num_choices
+                ):
+                    for token_ids, max_tokens in zip(encoded.prompts, rooms, strict=True):
+                        record = _record(job, token_ids, max_tokens, encoded.bad_words)
+                        self._start(job, record, generation)
                 request.note_route(generation.engines, generation.detoks)
                 request.on_cancel(generation.abort)
                 request.on_timeout(generation.time_out)

@@ -156,12 +156,15 @@ async def gateway_line(
     script: DetokScript | None = None,
     *,
     max_model_len: int = 4096,
+    max_num_seqs: int = 256,
     **settings_fields: Any,
 ) -> AsyncIterator[GatewayLine]:
     """A whole line, ready."""
     tokenizer = ScriptedTokenizer(IDENTITY)
     detok = ScriptedDetok(script or DEFAULT_SCRIPT, IDENTITY)
-    engine = ScriptedEngine(Script(), model=IDENTITY, max_model_len=max_model_len)
+    engine = ScriptedEngine(
+        Script(), model=IDENTITY, max_model_len=max_model_len, max_num_seqs=max_num_seqs
+    )
     async with (
         tokenizer.serving() as tokenizer_address,
         detok.serving() as detok_address,
