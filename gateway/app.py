@@ -57,7 +57,9 @@ class Gateway:
 
     def __init__(self, settings: Settings, redis: AnyRedis, owner: str) -> None:
         self.metrics = Metrics()
-        self.lanes = Lanes(settings.tokenizer, settings.detok, settings.engine)
+        self.lanes = Lanes(
+            settings.tokenizer, settings.detok, settings.engine, settings.recovery_seconds
+        )
         self.ledger = Ledger(
             redis,
             settings.redis_prefix,
@@ -103,12 +105,7 @@ class Gateway:
     def _make_waiting_room(self, settings: Settings) -> WaitingRoom:
         places = EnginePlaces(self.lanes.ready_engines)
         bounds = QueueBounds(places, settings.max_queued_requests, settings.max_queued_tokens)
-        room = WaitingRoom(
-            places,
-            bounds,
-            num_sampled=lambda: self.metrics.completion_tokens,
-            may_wait=lambda: self.lanes.recovering,
-        )
+        room = WaitingRoom(places, bounds, num_sampled=lambda: self.metrics.completion_tokens)
         self.lanes.on_loads = room.look_soon
         return room
 

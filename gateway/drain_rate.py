@@ -5,8 +5,9 @@ from typing import Final
 
 # What was seen so long ago weighs e times less than what is seen now.
 _MEMORY_SECONDS: Final = 10.0
-# Before anything was seen: a sequence gains so many tokens a second, as if seen for one second.
+# Before anything was seen: a sequence gains so many tokens a second, as if seen for so long.
 _GUESSED_TOKENS_PER_SECOND: Final = 20.0
+_GUESSED_SECONDS: Final = 30.0
 _GUESSED_OUTPUT_TOKENS: Final = 128.0
 # Of each sequence that ends, on the mean length of outputs.
 _LENGTH_WEIGHT: Final = 0.02
@@ -25,8 +26,8 @@ class DrainRate:
         self._updated_at = now
         self._num_running = 0
         # Tokens and sequence-seconds that were seen, each weighted by its age.
-        self._tokens = _GUESSED_TOKENS_PER_SECOND
-        self._seconds = 1.0
+        self._tokens = _GUESSED_TOKENS_PER_SECOND * _GUESSED_SECONDS
+        self._seconds = _GUESSED_SECONDS
         self._num_tokens_before = 0
         self._num_ended = 0
         self._output_tokens = _GUESSED_OUTPUT_TOKENS

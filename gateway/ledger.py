@@ -82,10 +82,11 @@ class Ledger:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            # redis-py waits with asyncio.wait_for, which may swallow a cancel.
+            await asyncio.wait(self._tasks, timeout=_RETRY_SECONDS)
         try:
             async with asyncio.timeout(_FLUSH_SECONDS):
                 await self._writer.flush()

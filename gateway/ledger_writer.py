@@ -121,7 +121,8 @@ class LedgerWriter:
     async def _until_woken(self) -> None:
         self._wakeup.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wakeup.wait(), self._refresh_at - time.monotonic())
+            async with asyncio.timeout(self._refresh_at - time.monotonic()):
+                await self._wakeup.wait()
         await asyncio.sleep(_GATHER_SECONDS)
 
     def _save_live(self) -> None:

@@ -11,28 +11,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from gateway.lane import AnyLane
 from gateway.metrics import Metrics
 from gateway.prompt_router import PromptRouter, Route
+from gateway.recovery import Recovery
 from protos.common.v1 import common_pb2
 from protos.detok.v1 import detok_pb2
-from protos.wire.errors import Overloaded, TokenlineError, Unavailable, from_proto, to_proto
+from protos.wire.errors import TokenlineError, Unavailable, from_proto, to_proto
 
 logger = logging.getLogger(__name__)
 
-_FIRST_BACKOFF_SECONDS: Final = 0.05
-_LAST_BACKOFF_SECONDS: Final = 1.0
-# A request that kills engines must not kill them all: losses without a new token in between, and
-# losses in all.
-_MAX_FRUITLESS_LOSSES: Final = 5
-_MAX_LOSSES: Final = 20
-# Bounds the attempts that are not counted as losses.
-_MAX_FRUITLESS_ATTEMPTS: Final = 100
-# Nothing was at work on the sequence then, so that nothing speaks against it.
-_UNCOUNTED_CODES: Final = frozenset(
-    {"engine_draining", "detok_draining", "engine_unreachable", "detok_unreachable"}
-)
-_NONE_READY: Final = "not_recovered"
 _MAX_TIMEOUT_MS: Final = 2**32 - 1
 
 
@@ -69,17 +56,13 @@ class Sequence:
         self._prefill_started = bool(submit.record.output_token_ids)
         self._aborted = False
         self._finished = False
-        self.num_losses = 0
-        # Since the last new token.
-        self._num_fruitless_losses = 0
-        self._num_fruitless_attempts = 0
-        # Lanes that were lost since the last new token.
-        self._lost_lanes: set[AnyLane] = set()
-        self._lost_at: float | None = None
-        self._waiting_since: float | None = None
-        self._reason = ""
-        self._backoff = _FIRST_BACKOFF_SECONDS
+        self._recovery = Recovery(router.recovery_seconds)
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def num_losses(self) -> int:
+        """How often replicas at work on it were lost."""
+        return self._recovery.num_losses
 
     @property
     def engine_address(self) -> str:
@@ -100,7 +83,7 @@ class Sequence:
         except Unavailable:
             if not self._router.may_wait():
                 raise
-            self._waiting_since = self._loop.time()
+            self._recovery.note_waiting(self._loop.time())
             self._wait(until_change=True)
         else:
             self._attempt(route)
@@ -116,7 +99,7 @@ class Sequence:
             assert self._route is not None
             self._route.detok.client.abort(self._sequence_id)
         else:
-            self._finish(common_pb2.FINISH_REASON_CANCELLED)
+            self._finish(common_pb2.Finish(reason=common_pb2.FINISH_REASON_CANCELLED))
 
     def _attempt(self, route: Route) -> None:
         submit = detok_pb2.Submit()
@@ -126,7 +109,6 @@ class Sequence:
             milliseconds = math.ceil((self._deadline - self._loop.time()) * 1000)
             submit.record.timeout_ms = min(max(1, milliseconds), _MAX_TIMEOUT_MS)
         self._num_attempts += 1
-        self._num_fruitless_attempts += 1
         self._route = route
         try:
             self._sequence_id = route.detok.client.submit(
@@ -134,9 +116,7 @@ class Sequence:
             )
         except Unavailable:
             # Its address is gone, and the lane is closing.
-            self._lost_lanes.add(route.detok)
-            self._note_loss("detok_unreachable")
-            self._wait(until_change=False)
+            self._lose(Unavailable("The detokenizer is gone.", code="detok_unreachable"))
             return
         self._is_at_work = True
         route.engine.num_own_sequences += 1
@@ -179,17 +159,8 @@ class Sequence:
             record.sampling.top_prompt_logprobs = 0
         if output.token_ids:
             record.output_token_ids.extend(output.token_ids)
-            if self._waiting_since is not None:
-                self._note_progress()
-
-    def _note_progress(self) -> None:
-        """A new token after a loss: the sequence is well again."""
-        if self._lost_at is not None:
-            self._metrics.note_recovery(self._loop.time() - self._lost_at)
-        self._lost_at = self._waiting_since = None
-        self._num_fruitless_losses = self._num_fruitless_attempts = 0
-        self._lost_lanes.clear()
-        self._backoff = _FIRST_BACKOFF_SECONDS
+            if not self._recovery.is_well:
+                self._metrics.note_recovery(self._recovery.note_progress(self._loop.time()))
 
     def _is_loss(self, finish: common_pb2.Finish) -> bool:
         """Whether another attempt may do better."""
@@ -219,52 +190,27 @@ class Sequence:
     def _lose(self, error: TokenlineError) -> None:
         """An attempt has failed, and another may do better."""
         assert self._route is not None
-        code = error.code
-        is_first = self._lost_at is None
-        is_refusal = isinstance(error, Overloaded)
-        for lane, role in ((self._route.engine, "engine"), (self._route.detok, "detok")):
-            is_named = code.startswith(role)
-            # The second time, it may be a detokenizer that cannot reach engines which are well.
-            if is_named or not is_first:
-                self._lost_lanes.add(lane)
-            if is_named:
-                lane.doubt()
-        self._note_loss(code, is_counted=not is_refusal and code not in _UNCOUNTED_CODES)
         logger.info(
-            "lost on engine %s through detok %s: %s", self.engine_address, self.detok_address, code
+            "a sequence of request %s was lost on engine %s through detok %s: %s",
+            self._submit.request_id,
+            self.engine_address,
+            self.detok_address,
+            error.code,
         )
-        if self._num_fruitless_losses >= _MAX_FRUITLESS_LOSSES or self.num_losses >= _MAX_LOSSES:
-            self._finish_with(_given_up(self.num_losses, code))
-        elif self._num_fruitless_attempts >= _MAX_FRUITLESS_ATTEMPTS:
-            self._finish_with(error)
-        elif is_first:
+        now = self._loop.time()
+        self._recovery.note_loss(now, error, self._route)
+        if self._recovery.may_try_at_once or self._recovery.verdict(now) is not None:
             self._try()
         else:
+            # Not at the next change: a replica that fails at once is ready again at once.
             self._wait(until_change=False)
-
-    def _note_loss(self, code: str, *, is_counted: bool = False) -> None:
-        now = self._loop.time()
-        self._reason = code
-        if self._lost_at is None:
-            self._lost_at = now
-        if is_counted:
-            self.num_losses += 1
-            self._num_fruitless_losses += 1
-        # While a replica was at work on the sequence, or had it in its queue, nobody waited.
-        if self._waiting_since is None or not code.endswith("_unreachable"):
-            self._waiting_since = now
 
     def _wait(self, *, until_change: bool) -> None:
         """Tries again after the back-off, or with `until_change` as soon as a replica is ready."""
-        assert self._waiting_since is not None
-        times = [
-            self._loop.time() + self._backoff,
-            self._waiting_since + self._router.recovery_seconds,
-        ]
+        try_at = self._recovery.next_try_at(self._loop.time())
         if self._deadline is not None:
-            times.append(self._deadline)
-        self._backoff = min(2 * self._backoff, _LAST_BACKOFF_SECONDS)
-        self._timer = self._loop.call_at(min(times), self._try)
+            try_at = min(try_at, self._deadline)
+        self._timer = self._loop.call_at(try_at, self._try)
         if until_change:
             self._router.changes.call_once(self._try)
 
@@ -280,27 +226,25 @@ class Sequence:
             return
         self._stop_waiting()
         if (ending := self._ending_after_loss()) is not None:
-            self._finish(ending)
-            return
-        assert self._waiting_since is not None
-        has_waited = self._backoff > _FIRST_BACKOFF_SECONDS
-        try:
-            if self._loop.time() - self._waiting_since >= self._router.recovery_seconds:
-                raise _none_ready(self._router.recovery_seconds)
-            route = self._router.route(self._lost_lanes)
-        except Unavailable as error:
-            if error.code == _NONE_READY:
-                self._finish_with(error)
-            else:
-                self._wait(until_change=True)
-            return
-        if route.suspect and not has_waited:
-            # There is no other. The poll that its loss has caused may say more in a moment.
+            self._finish(common_pb2.Finish(reason=ending))
+        elif (error := self._recovery.verdict(self._loop.time())) is not None:
+            reason = common_pb2.FINISH_REASON_ERROR
+            self._finish(common_pb2.Finish(reason=reason, error=to_proto(error)))
+        elif (route := self._usable_route()) is None:
             self._wait(until_change=True)
-            return
-        if self._num_attempts:
-            self._metrics.note_resubmission(self._reason)
-        self._attempt(route)
+        else:
+            if self._recovery.reason:
+                self._metrics.note_resubmission(self._recovery.reason)
+            self._attempt(route)
+
+    def _usable_route(self) -> Route | None:
+        try:
+            route = self._router.route(self._recovery.lost_lanes)
+        except Unavailable:
+            return None
+        # A suspect route means that there is no other. The poll that its loss has caused may say
+        # more in a moment.
+        return route if self._recovery.has_waited or not route.suspect else None
 
     def _rest(self) -> None:
         """The attempt is over."""
@@ -308,11 +252,7 @@ class Sequence:
         self._is_at_work = False
         self._route.engine.num_own_sequences -= 1
 
-    def _finish(self, reason: common_pb2.FinishReason.ValueType) -> None:
-        self._end(detok_pb2.Output(finish=common_pb2.Finish(reason=reason)))
-
-    def _finish_with(self, error: TokenlineError) -> None:
-        finish = common_pb2.Finish(reason=common_pb2.FINISH_REASON_ERROR, error=to_proto(error))
+    def _finish(self, finish: common_pb2.Finish) -> None:
         self._end(detok_pb2.Output(finish=finish))
 
     def _end(self, output: detok_pb2.Output) -> None:
@@ -328,20 +268,4 @@ def _holds_something(output: detok_pb2.Output) -> bool:
         or output.prefill_started
         or output.logprobs
         or output.prompt_logprobs
-    )
-
-
-def _given_up(num_losses: int, code: str) -> Unavailable:
-    return Unavailable(
-        f"The services at work on this request were lost {num_losses} times, and it was given up. "
-        "If trying again does not help, change the request.",
-        code=code,
-    )
-
-
-def _none_ready(seconds: float) -> Unavailable:
-    return Unavailable(
-        f"A service was lost, and none has become ready within {seconds:g} seconds; try again "
-        "in a while.",
-        code=_NONE_READY,
     )

@@ -92,6 +92,11 @@ class Settings:
     send_timeout_seconds: float = setting(
         60.0, "A client that takes nothing of its answer for so long is disconnected.", minimum=0.1
     )
+    recovery_seconds: float = setting(
+        60.0,
+        "How long requests wait for a replica in place of one that was lost; then they fail.",
+        minimum=0.0,
+    )
     drain_seconds: float = setting(
         30.0, "How long requests in progress may go on after SIGTERM.", minimum=0.0
     )

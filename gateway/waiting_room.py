@@ -24,13 +24,14 @@ WAIT_SECONDS: Final = (
 )  # fmt: skip
 # Engines report with each step; this is for those that have nothing to say.
 _LOOK_AGAIN_SECONDS: Final = 0.05
+# How long requests wait for engines that are all away: they may be restarting.
+_RECOVERY_SECONDS: Final = 60.0
 
 
 class WaitingRoom:
     """All counts are of sequences: a request with several choices or prompts is that many.
 
-    num_sampled: tokens that were sampled since the beginning. may_wait: whether it is worth
-    waiting while there is no engine.
+    num_sampled: tokens that were sampled since the beginning.
     """
 
     def __init__(
@@ -38,14 +39,13 @@ class WaitingRoom:
         places: EnginePlaces,
         bounds: QueueBounds,
         num_sampled: Callable[[], int],
-        may_wait: Callable[[], bool],
     ) -> None:
         loop = asyncio.get_running_loop()
         self._clock = loop.time
         self._places = places
         self._bounds = bounds
         self._num_sampled = num_sampled
-        self._may_wait = may_wait
+        self._saw_engines_at = self._clock()
         self.waits = Histogram(
             "tokenline_admission_wait_seconds",
             "Time from a prompt's encoding until its sequences may start.",
@@ -65,7 +65,8 @@ class WaitingRoom:
 
     def visit(self, job: Job) -> Visit:
         """A request at the door. If it was told to come now, this takes up the promise."""
-        visit = Visit(job, self._clock() + (job.timeout_seconds or math.inf))
+        seconds_left = job.seconds_left
+        visit = Visit(job, self._clock() + (math.inf if seconds_left is None else seconds_left))
         # Hashing a prompt takes time, which is only worth it where somebody was refused.
         visit.is_promised = self.promises.num_open > 0 and self.promises.take(*visit.keys)
         return visit
@@ -121,6 +122,8 @@ class WaitingRoom:
         request.on_cancel(lambda: place.fail(cancelled()))
         request.on_timeout(lambda: place.fail(timed_out()))
         began = self._clock()
+        if not self.queue.num_requests:
+            self._saw_engines_at = began
         self.queue.add(entry)
         self.look()
         try:
@@ -182,7 +185,9 @@ class WaitingRoom:
 
     def _look_again(self) -> None:
         self._timer = None
-        if not self._places.has_engines and not self._may_wait():
+        if self._places.has_engines:
+            self._saw_engines_at = self._clock()
+        elif self._clock() - self._saw_engines_at > _RECOVERY_SECONDS:
             while self.queue.num_requests:
                 self.queue.pop().item.fail(no_engine())
         self.look()

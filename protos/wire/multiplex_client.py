@@ -19,9 +19,9 @@ from typing import Any, Final, Generic, Self
 import grpc
 
 from protos.common.v1 import common_pb2
-from protos.wire.errors import Unavailable, to_proto
+from protos.wire.errors import Unavailable
 from protos.wire.output_stream import OutputStream
-from protos.wire.stream_adapter import OutputT, StreamAdapter, SubmitT
+from protos.wire.stream_adapter import OutputT, StreamAdapter, SubmitT, lost_finish
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +50,9 @@ class StreamClient(Generic[SubmitT, OutputT]):
     """All sequences from this process to one server. An async context manager.
 
     `connect` begins the call (`stub.Generate`). `on_response` sees each response before its
-    outputs. `lost_code` is the error code of sequences whose connection broke. A connection is
-    given up after `silence_seconds`, and so is a sequence without a connection. Use on one event
-    loop; sinks are called on it and must not block.
+    outputs. `lost_code` is the error code of sequences whose connection broke (`lost_finish`). A
+    connection is given up after `silence_seconds`, and so is a sequence without a connection. Use
+    on one event loop; sinks are called on it and must not block.
     """
 
     def __init__(
@@ -251,28 +251,23 @@ class StreamClient(Generic[SubmitT, OutputT]):
 
     def _lose_written(self, reason: str) -> None:
         """Ends what a broken connection carried."""
-        written = (key for key, sequence in self._sequences.items() if sequence.submit is None)
-        self._lose(list(written), reason)
+        written = [key for key, sequence in self._sequences.items() if sequence.submit is None]
+        self._lose(written, reason)
 
     def _lose_waiting(self, now: float) -> None:
         """Without a connection, ends the sequences that have waited too long for one."""
         latest = now - self._silence_seconds
         if self._awake_since < latest:
-            waiting = (
-                key for key, sequence in self._sequences.items() if sequence.submitted_at < latest
-            )
-            self._lose(list(waiting), "no connection in time")
+            late = [key for key, each in self._sequences.items() if each.submitted_at < latest]
+            self._lose(late, "no connection in time")
 
     def _lose(self, sequence_ids: list[int], reason: str) -> None:
         if sequence_ids:
             logger.warning("lost %d sequences: %s", len(sequence_ids), reason)
         for sequence_id in sequence_ids:
-            error = Unavailable(
-                "A service was lost while it worked on this request; try again.",
-                code=self._lost_code,
-            )
-            finish = common_pb2.Finish(reason=common_pb2.FINISH_REASON_ERROR, error=to_proto(error))
-            self._deliver(self._adapter.make_output(sequence_id, finish))
+            if (sequence := self._sequences.get(sequence_id)) is not None:
+                finish = lost_finish(self._lost_code, was_sent=sequence.submit is None)
+                self._deliver(self._adapter.make_output(sequence_id, finish))
 
 
 async def _wait_for_server(call: Any) -> None:

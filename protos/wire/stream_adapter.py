@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from protos.common.v1 import common_pb2
 from protos.detok.v1 import detok_pb2
 from protos.engine.v1 import engine_pb2
+from protos.wire.errors import Unavailable, to_proto
 
 SubmitT = TypeVar("SubmitT", engine_pb2.Submit, detok_pb2.Submit)
 OutputT = TypeVar("OutputT", engine_pb2.Output, detok_pb2.Output)
@@ -28,6 +29,25 @@ class StreamAdapter(Generic[SubmitT, OutputT]):
     make_output: Callable[[int, common_pb2.Finish], OutputT]
     merge: Callable[[OutputT, OutputT], None]
     make_response: Callable[[Sequence[OutputT]], Any]
+
+
+def lost_finish(lost_code: str, *, was_sent: bool) -> common_pb2.Finish:
+    """The finish of a sequence whose connection broke, made at the calling end.
+
+    `lost_code` is such as engine_lost. A sequence that was never sent has engine_unreachable, since
+    it cannot be what the server was lost by.
+    """
+    error = (
+        Unavailable(
+            "A service was lost while it worked on this request; try again.", code=lost_code
+        )
+        if was_sent
+        else Unavailable(
+            "A service that this request needs cannot be reached; try again.",
+            code=f"{lost_code.removesuffix('_lost')}_unreachable",
+        )
+    )
+    return common_pb2.Finish(reason=common_pb2.FINISH_REASON_ERROR, error=to_proto(error))
 
 
 def engine_adapter(

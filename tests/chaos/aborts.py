@@ -24,7 +24,7 @@ _SETTLE_SECONDS: Final = 30.0
 _POLL_SECONDS: Final = 0.2
 # Sizes of caches and of the allocator's arenas go up and down by this much.
 _ALLOWED_GROWTH_MIB: Final = 8.0
-_ALLOWED_GROWTH_RATIO: Final = 0.03
+_ALLOWED_GROWTH_RATIO: Final = 0.05
 _ALLOWED_CONNECTIONS: Final = 2
 
 STAGES: Final = (

@@ -61,6 +61,13 @@ async def nothing(line: ChaosLine, replica: Replica) -> float:
     return 0.0
 
 
+async def restart_all(line: ChaosLine) -> None:
+    """A rolling restart: each process in turn, the next once the line is whole again."""
+    for replica in line.all_replicas:
+        await restart(line, replica)
+        await line.wait_whole()
+
+
 # Each gives the seconds that the replica was away: "the restart itself".
 FAULTS: Final[dict[str, Callable[[ChaosLine, Replica], Awaitable[float]]]] = {
     "kill": kill,

@@ -13,7 +13,7 @@ from tests.chaos.fencing import Fencing
 from tests.chaos.line import LineOptions, chaos_line
 from tests.chaos.outside import run_program
 from tests.chaos.report import Table
-from tests.chaos.rounds import Rounds, run_faults
+from tests.chaos.rounds import ROLLING, Rounds, run_faults
 from tests.chaos.workload import make_workload
 
 ENGINE_ARGUMENTS: Final = ("--num-threads", "1", "--kv-memory", "128MiB")
@@ -24,8 +24,12 @@ GATEWAY_ARGUMENTS: Final = (
     # Redis comes to its steady size within the run.
     *("--record-ttl-seconds", "30"),
 )
-# Few blocks, so that all of their memory has been touched before it is measured.
-_FEW_BLOCKS: Final = ("--num-threads", "1", "--kv-memory", "16MiB")
+# Few blocks and small steps: what the KV cache and the matrix products' own cache, which keeps
+# a program per number of rows, may hold, they hold before memory is measured.
+_SMALL_ENGINE: Final = (
+    *("--num-threads", "1", "--kv-memory", "16MiB"),
+    *("--max-num-batched-tokens", "64"),
+)
 # The short run has each service and each fault, the likely ones more than once.
 _SHORT_CELLS: Final = (
     ("engine", "kill"),
@@ -64,13 +68,14 @@ async def faults(options: Namespace, line_options: LineOptions) -> list[Table]:
             for fault in options.faults
             if not options.short or (service, fault) in _SHORT_CELLS
         ]
-        return [await run_faults(rounds, [("engine", "none"), *cells], options.rounds, say)]
+        cells = [("engine", "none"), *cells, *([] if options.short else [("every", ROLLING)])]
+        return [await run_faults(rounds, cells, options.rounds, say)]
 
 
 async def aborts(options: Namespace, line_options: LineOptions) -> list[Table]:
     """2: what is given up leaves nothing behind, and soon."""
     model = model_name(line_options.model)
-    async with chaos_line(replace(line_options, engine_arguments=_FEW_BLOCKS)) as line:
+    async with chaos_line(replace(line_options, engine_arguments=_SMALL_ENGINE)) as line:
         left = await run_aborts(
             line, model, options.requests, options.seed, say, judges_memory=not options.short
         )
@@ -85,6 +90,11 @@ async def fencing(options: Namespace, line_options: LineOptions) -> list[Table]:
         return [await rounds.run(options.rounds, say)]
 
 
+async def hostile(options: Namespace, line_options: LineOptions) -> list[Table]:
+    """4: malformed, truncated and oversized requests, on a line of their own."""
+    return [await run_program("hostile", ("tests.hostile",), _PROGRAM_SECONDS, say)]
+
+
 async def overload(options: Namespace, line_options: LineOptions) -> list[Table]:
     """5: ten times more than the line can do."""
     return [await run_program("overload", ("tests.bench", "overload"), _PROGRAM_SECONDS, say)]
@@ -94,6 +104,7 @@ PARTS: Final[dict[str, Callable[[Namespace, LineOptions], Awaitable[list[Table]]
     "faults": faults,
     "aborts": aborts,
     "fencing": fencing,
+    "hostile": hostile,
     "overload": overload,
 }
 SHORT_PARTS: Final = ("faults", "fencing", "aborts")

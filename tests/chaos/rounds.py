@@ -8,13 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+import grpc
+
+from protos.common.v1 import common_pb2
 from tests.chaos.answer import differences
 from tests.chaos.client import Client, ClientOptions, Outcome
-from tests.chaos.faults import FAULTS, nothing
-from tests.chaos.line import ChaosLine, Replica
+from tests.chaos.faults import FAULTS, nothing, restart_all
+from tests.chaos.line import ChaosLine
 from tests.chaos.report import Table
 from tests.chaos.workload import Request, with_own_stop
 
+# Every process is restarted in turn, while waves of streams go on.
+ROLLING: Final = "rolling"
 LIMIT_BEYOND_RESTART_SECONDS: Final = 2.0
 _IDLE_SECONDS: Final = 15.0
 _POLL_SECONDS: Final = 0.01
@@ -118,8 +123,35 @@ class Rounds:
         tally = Tally(service, fault, judges_time=self._judges_time)
         for number in range(num_rounds):
             source = random.Random(f"{self._seed} {service} {fault} {number}")
-            await self._round(tally, source)
+            try:
+                await (
+                    self._rolling_round(tally) if fault == ROLLING else self._round(tally, source)
+                )
+                await self._line.wait_whole()
+                await wait_idle(self._line, _IDLE_SECONDS)
+            except TimeoutError as error:
+                tally.num_broken += 1
+                tally.examples.append(f"round {number}: {str(error)[:3000]}")
+            tally.num_rounds += 1
         return tally
+
+    async def _rolling_round(self, tally: Tally) -> None:
+        """Waves of streams, one after another, until every process was restarted."""
+        rolling = asyncio.create_task(restart_all(self._line))
+        started = time.monotonic()
+        try:
+            while not rolling.done():
+                self._num_rounds += 1
+                hit_at = time.monotonic()
+                clients = [self._client(request, tally) for request in self._workload]
+                for outcome in await asyncio.gather(*map(_at_its_time, clients)):
+                    # Several replicas in turn: none is a stream's excuse for long.
+                    self._judge(tally, outcome, hit_at, 0.0)
+            await rolling
+        finally:
+            rolling.cancel()
+        tally.num_live.append(len(self._workload))
+        tally.restarts.append(time.monotonic() - started)
 
     async def _round(self, tally: Tally, source: random.Random) -> None:
         self._num_rounds += 1
@@ -135,16 +167,16 @@ class Rounds:
         finally:
             for task in tasks:
                 task.cancel()
-        tally.num_rounds += 1
         tally.restarts.append(away)
         for outcome in outcomes:
             self._judge(tally, outcome, hit_at, away)
-        await self._wait_idle(tally, target)
 
     def _client(self, request: Request, tally: Tally) -> Client:
         # Only gateways, which clients are connected to, may make a client reconnect. So elsewhere
         # every other client is one that cannot.
-        has_key = tally.service == "gateway" or not request.streams or request.number % 4 < 2
+        has_key = (
+            tally.service in ("gateway", "every") or not request.streams or request.number % 4 < 2
+        )
         key = f"chaos-{self._num_rounds}-{request.number}" if has_key else ""
         return Client(request, ClientOptions(self._line.urls, key))
 
@@ -157,32 +189,27 @@ class Rounds:
             tally.gaps.append(max(0.0, gap))
             tally.beyond.append(max(0.0, gap - away))
 
-    async def _wait_idle(self, tally: Tally, target: Replica) -> None:
-        """Waits for a whole line with nothing left to do; what does not come is a failure."""
-        try:
-            await self._line.wait_whole()
-            await wait_idle(self._line, _IDLE_SECONDS)
-        except TimeoutError as error:
-            tally.num_broken += 1
-            tally.examples.append(f"after the round on {target.name}: {str(error)[:3000]}")
-
 
 async def wait_idle(line: ChaosLine, timeout_seconds: float) -> None:
     """Waits until no engine has anything to do; TimeoutError says what it still has."""
     deadline = time.monotonic() + timeout_seconds
-    while True:
-        loads = await line.engine_loads()
-        if all(is_idle(load) for load in loads):
-            return
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"engines are not idle: {loads}")
+    state = ""
+    while time.monotonic() < deadline:
+        try:
+            loads = await line.engine_loads()
+        except grpc.aio.AioRpcError as error:
+            state = f"an engine does not answer: {error.code().name}"
+        else:
+            if all(map(_is_idle, loads)):
+                return
+            state = f"engines are not idle: {loads}"
         await asyncio.sleep(_POLL_SECONDS)
+    raise TimeoutError(state)
 
 
-def is_idle(load: object) -> bool:
-    return not (
-        load.num_running or load.num_waiting or load.num_free_blocks < load.num_blocks  # type: ignore[attr-defined]
-    )
+def _is_idle(load: common_pb2.EngineLoad) -> bool:
+    has_work = load.num_running or load.num_waiting
+    return not has_work and load.num_free_blocks == load.num_blocks
 
 
 async def _at_its_time(client: Client) -> Outcome:

@@ -11,12 +11,15 @@ from typing import Any
 import httpx2
 import pytest
 
+from protos.common.v1 import common_pb2
 from protos.detok.v1 import detok_pb2
 from tests.fakes.gateway_line import MODEL, GatewayLine, eventually, gateway_line, whole_text
-from tests.fakes.scripted_detok import DetokScript, pieces
+from tests.fakes.scripted_detok import DetokScript, output, pieces
 from tests.fakes.valkey import Valkey
 from tests.fakes.waiting import until
 
+# An answer of many tokens at once.
+LONG = DetokScript([output("x" * 5000, 5000, started=True, finish=common_pb2.FINISH_REASON_STOP)])
 # What an engine is sent beyond what it runs.
 LOOK_AHEAD = 2
 
@@ -28,6 +31,7 @@ class Gated:
         self.line = line
         self._gates: list[asyncio.Event] = []
         self._num_released = 0
+        self._tasks: list[asyncio.Task[httpx2.Response]] = []
         line.detok.script = self._script
 
     def _script(self, submit: detok_pb2.Submit) -> DetokScript:
@@ -52,9 +56,23 @@ class Gated:
 
         await eventually(num_waiting, lambda number: number == count)
 
+    async def fill(self, num_waiting: int) -> "list[asyncio.Task[httpx2.Response]]":
+        """Short answers, so that times to come again are short; then a full queue."""
+        for number in range(10):
+            measured = self.send(f"short{number}")
+            await self.until_started(number + 1)
+            self.release()
+            assert (await measured).status_code == 200
+        self.line.detok.submitted.clear()
+        tasks = [self.send(f"r{number}") for number in range(2 + LOOK_AHEAD)]
+        await self.until_started(len(tasks))
+        tasks += [self.send(f"w{number}") for number in range(num_waiting)]
+        await self.until_waiting(num_waiting)
+        return tasks
+
     async def drain(self) -> None:
-        """Releases whatever starts until nothing is live."""
-        while self.line.detok.live or self._num_released < len(self._gates):
+        """Releases whatever starts until everything has been answered."""
+        while not all(task.done() for task in self._tasks):
             self.release(len(self._gates) - self._num_released)
             await asyncio.sleep(0.01)
 
@@ -63,9 +81,11 @@ class Gated:
         if key := fields.pop("key", None):
             headers["authorization"] = f"Bearer {key}"
         body = {"model": MODEL, "prompt": "hi", "max_tokens": 10, **fields}
-        return asyncio.create_task(
+        task = asyncio.create_task(
             self.line.client.post("/v1/completions", json=body, headers=headers)
         )
+        self._tasks.append(task)
+        return task
 
 
 async def metric(line: GatewayLine, name: str) -> float:
@@ -177,10 +197,7 @@ async def test_who_is_refused_and_comes_when_told_is_let_in_before_newcomers(
     valkey: Valkey, redis_prefix: str
 ) -> None:
     async with gated_line(valkey, redis_prefix, max_queued_requests=4) as gated:
-        tasks = [gated.send(f"r{number}") for number in range(4)]
-        await gated.until_started(4)
-        tasks += [gated.send(f"w{number}") for number in range(4)]
-        await gated.until_waiting(4)
+        tasks = await gated.fill(4)
         refused = await gated.send("told", prompt="mine")
         assert refused.status_code == 429
         error = refused.json()["error"]
@@ -193,7 +210,7 @@ async def test_who_is_refused_and_comes_when_told_is_let_in_before_newcomers(
         told_at = time.monotonic()
         await asyncio.sleep(seconds)
         assert (await gated.send("newcomer", prompt="another")).status_code == 429
-        again = gated.send("told again", prompt="mine")
+        again = gated.send("told-again", prompt="mine")
         await gated.until_waiting(5)
         assert time.monotonic() - told_at < seconds + 2
         await gated.drain()
@@ -206,10 +223,7 @@ async def test_promises_cannot_be_used_to_exceed_the_bound_by_much(
     valkey: Valkey, redis_prefix: str
 ) -> None:
     async with gated_line(valkey, redis_prefix, max_queued_requests=4) as gated:
-        tasks = [gated.send(f"r{number}") for number in range(4)]
-        await gated.until_started(4)
-        tasks += [gated.send(f"w{number}") for number in range(4)]
-        await gated.until_waiting(4)
+        await gated.fill(4)
         refused = [await gated.send(f"told{number}", prompt=f"{number}") for number in range(8)]
         await asyncio.sleep(max(int(response.headers["retry-after"]) for response in refused))
         again = [gated.send(f"told{number}", prompt=f"{number}") for number in range(8)]
@@ -302,19 +316,15 @@ async def test_who_cannot_start_in_time_is_told_so_at_once(
     valkey: Valkey, redis_prefix: str
 ) -> None:
     async with gated_line(valkey, redis_prefix, max_queued_requests=40) as gated:
-        measured = gated.send("measured")
-        await gated.until_started(1)
-        # Its one token took its time, so that 20 before a newcomer would take many times that.
-        await asyncio.sleep(0.5)
-        gated.release()
-        assert (await measured).status_code == 200
-        tasks = [gated.send(f"r{number}") for number in range(24)]
-        await gated.until_started(5)
-        await gated.until_waiting(20)
+        script, gated.line.detok.script = gated.line.detok.script, LONG
+        assert (await gated.send("measured")).status_code == 200
+        gated.line.detok.script = script
+        tasks = [gated.send(f"r{number}") for number in range(12)]
+        await gated.until_waiting(8)
         began = time.monotonic()
-        late = await gated.send("late", timeout=0.9)
+        late = await gated.send("late", timeout=20)
         assert late.status_code == 408
         assert "would wait about" in late.json()["error"]["message"]
-        assert time.monotonic() - began < 0.9
+        assert time.monotonic() - began < 20
         await gated.drain()
         assert {(await task).status_code for task in tasks} == {200}

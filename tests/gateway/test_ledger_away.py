@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
+from gateway.redis_client import open_redis
 from protos.wire.errors import Unavailable
 from tests.fakes.delaying_relay import delaying_relay
 from tests.fakes.gateway_line import eventually
@@ -32,7 +34,8 @@ def server(tmp_path: Path) -> Iterator[Valkey]:
 
 @pytest.fixture
 async def redis(server: Valkey) -> AsyncIterator[Redis]:
-    async with Redis.from_url(server.url) as client:
+    async with open_redis(server.url) as client:
+        assert isinstance(client, Redis)
         yield client
 
 
@@ -52,11 +55,14 @@ class LiveRun:
         side.ledger.track(self.run, b"call")
 
     async def is_whole(self, side: LedgerSide, redis: Redis) -> bool:
-        """Whether everything of it is in Redis."""
+        """Whether everything of it is in Redis, and Redis there to say so."""
         names = ["request:one", "request:one:call", "idempotency:digest", f"gateway:{OWNER}"]
-        if await redis.exists(*(PREFIX + name for name in names)) < len(names):
+        try:
+            if await redis.exists(*(PREFIX + name for name in names)) < len(names):
+                return False
+            stored = await side.ledger.find_run("one")
+        except (RedisError, Unavailable):
             return False
-        stored = await side.ledger.find_run("one")
         return stored is not None and stored.batches == self.run.written and stored.owner_alive
 
 
@@ -173,7 +179,7 @@ async def test_a_finish_is_not_undone_by_what_was_sent_before_it_to_a_hung_serve
         side.finish(live.record)
         live.run.ended = True
     await until(lambda: side.ledger.available and side.ledger._writer.num_unwritten == 0)
-    assert await redis.hget(f"{PREFIX}request:one", "state") == b"finished"
+    assert await redis.hget(f"{PREFIX}request:one", "state") == "finished"
     await eventually(lambda: side.ledger.find_run("one"), lambda run: run is not None and run.ended)
 
 

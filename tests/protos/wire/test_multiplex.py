@@ -234,7 +234,7 @@ async def test_a_server_that_never_comes_ends_sequences_in_time() -> None:
         ):
             tokens, finishes = await collect(client, 3)
     assert tokens == []
-    assert [finish.error.code for finish in finishes] == ["engine_lost"]
+    assert [finish.error.code for finish in finishes] == ["engine_unreachable"]
 
 
 async def test_time_spent_waiting_for_the_connection_is_taken_off_what_a_sequence_may_take() -> (

@@ -118,7 +118,9 @@ async def test_a_server_that_reads_nothing_is_given_up(writes: bool) -> None:
             for each in received:
                 # Together far more than a connection takes unread.
                 client.submit(submit(prompt_length=4 << 20), each.take)
-            assert {await each.code() for each in received} == {"engine_lost"}
+            codes = {await each.code() for each in received}
+            # Those behind the write that is stuck were never sent.
+            assert "engine_lost" in codes and codes <= {"engine_lost", "engine_unreachable"}
 
 
 @asynccontextmanager
