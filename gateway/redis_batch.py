@@ -4,12 +4,18 @@ import hashlib
 from typing import Any, Final
 
 from redis.asyncio import Redis
-from redis.exceptions import NoScriptError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import (
+    NoScriptError,
+    ReadOnlyError,
+    RedisClusterException,
+    RedisError,
+    ResponseError,
+)
 
 from gateway.redis_client import AnyRedis
 
 # What Redis away looks like.
-FAILURES: Final = (RedisError, OSError, TimeoutError)
+FAILURES: Final = (RedisError, RedisClusterException, OSError, TimeoutError)
 
 
 class Script:
