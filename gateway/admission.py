@@ -45,12 +45,14 @@ class Admission:
         return [request.record for request in self._live.values()]
 
     @contextmanager
-    def admit(self, job: Job) -> Iterator[LiveRequest]:
+    def admit(self, job: Job, *, goes_on: bool = False) -> Iterator[LiveRequest]:
         """The request is live inside the block, and its finish is recorded however that ends.
+
+        goes_on: it was let in before, at a gateway that is gone, so that no bound holds for it.
 
         The block sets the finish reason of a plain end. Raises Unavailable, QueueFull or Conflict.
         """
-        visit = self._come_in(job)
+        visit = self._come_in(job, goes_on)
         record = RequestRecord(
             id=job.request_id,
             incarnation=secrets.token_hex(8),
@@ -106,7 +108,7 @@ class Admission:
     async def until_empty(self) -> None:
         await self._empty.wait()
 
-    def _come_in(self, job: Job) -> Visit:
+    def _come_in(self, job: Job, goes_on: bool) -> Visit:
         if self.draining:
             raise Unavailable("This gateway is shutting down; try again.", code="draining")
         if job.request_id in self._live:
@@ -115,9 +117,10 @@ class Admission:
                 code="request_id_in_use",
                 param="x-request-id",
             )
-        visit = self._waiting_room.visit(job)
+        visit = self._waiting_room.visit(job, goes_on=goes_on)
         limit = self._max_live_requests
-        if len(self._live) >= (with_reserve(limit) if visit.is_promised else limit):
+        limit = with_reserve(limit) if visit.is_promised else limit
+        if len(self._live) >= limit and not goes_on:
             raise self._waiting_room.refusal(visit, "live_requests")
         self._waiting_room.come_in(visit)
         return visit

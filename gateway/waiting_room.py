@@ -63,10 +63,11 @@ class WaitingRoom:
         self._timer: asyncio.TimerHandle | None = None
         self._is_looking_soon = False
 
-    def visit(self, job: Job) -> Visit:
+    def visit(self, job: Job, *, goes_on: bool = False) -> Visit:
         """A request at the door. If it was told to come now, this takes up the promise."""
         seconds_left = job.seconds_left
         visit = Visit(job, self._clock() + (math.inf if seconds_left is None else seconds_left))
+        visit.goes_on = goes_on
         # Hashing a prompt takes time, which is only worth it where somebody was refused.
         visit.is_promised = self.promises.num_open > 0 and self.promises.take(*visit.keys)
         return visit
@@ -79,6 +80,7 @@ class WaitingRoom:
         if not (
             num_after <= self._bounds.max_sequences
             or not num_before
+            or visit.goes_on
             or (visit.is_promised and num_before < self._bounds.hard_max_sequences)
             or self._is_below_its_share(visit)
         ):
@@ -107,6 +109,9 @@ class WaitingRoom:
         """
         request.enter(Stage.WAITING)
         self._arrive(visit)
+        if visit.goes_on:
+            yield
+            return
         self._measure()
         place = Place(visit, asyncio.get_running_loop().create_future())
         num_tokens = num_prompt_tokens + self._expected_output(visit, max_tokens)
