@@ -14,8 +14,9 @@ from redis.exceptions import (
 
 from gateway.redis_client import AnyRedis
 
-# What Redis away looks like.
-FAILURES: Final = (RedisError, RedisClusterException, OSError, TimeoutError)
+# What Redis away looks like. A RuntimeError is uvloop's word for writing to a connection that was
+# reset, which redis-py passes on as it is.
+FAILURES: Final = (RedisError, RedisClusterException, OSError, TimeoutError, RuntimeError)
 
 
 class Script:
