@@ -77,11 +77,12 @@ class WaitingRoom:
         self._measure()
         num_before = max(0, self._num_coming + self.queue.num_sequences - self._num_free())
         num_after = num_before + visit.num_sequences
+        bounds, has_promised = self._bounds, self.promises.num_open > 0
         if not (
-            num_after <= self._bounds.max_sequences
+            num_after <= (bounds.newcomer_sequences if has_promised else bounds.max_sequences)
             or not num_before
             or visit.goes_on
-            or (visit.is_promised and num_before < self._bounds.hard_max_sequences)
+            or (visit.is_promised and num_before < bounds.promised_sequences)
             or self._is_below_its_share(visit)
         ):
             raise self.refusal(visit, "queued_requests")
@@ -231,16 +232,17 @@ class WaitingRoom:
         """Sees to it that the queue may hold the request. Raises QueueFull or RequestTimeout."""
         if not self.queue.num_requests and self._num_free() > 0:
             return
-        bounds = self._bounds
+        bounds, has_promised = self._bounds, self.promises.num_open > 0
         is_within_reserve = (
-            self.queue.num_sequences < bounds.hard_max_sequences
-            and self.queue.num_tokens < bounds.hard_max_tokens
+            self.queue.num_sequences < bounds.promised_sequences
+            and self.queue.num_tokens < bounds.max_tokens
         )
-        pushed_out = self.queue.to_push_out(entry, bounds.max_sequences, bounds.max_tokens)
+        max_tokens = bounds.newcomer_tokens if has_promised else bounds.max_tokens
+        pushed_out = self.queue.to_push_out(entry, bounds.max_sequences, max_tokens)
         if pushed_out is None:
             is_preferred = visit.is_promised or not self.queue.num_sequences_of(visit.tenant)
             if self.queue.num_requests and not (is_preferred and is_within_reserve):
-                is_long = self.queue.num_tokens + entry.num_tokens > bounds.max_tokens
+                is_long = self.queue.num_tokens + entry.num_tokens > max_tokens
                 raise self.refusal(visit, "queued_tokens" if is_long else "queued_requests")
         self._check_time(visit, entry)
         for victim in pushed_out or ():
