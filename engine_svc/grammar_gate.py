@@ -73,7 +73,10 @@ class GrammarGate:
         seconds_left = request.deadline - time.monotonic()
         try:
             seconds = min(seconds_left, _MAX_SECONDS)
-            if not await asyncio.wait_for(asyncio.wrap_future(compiled), seconds):
+            # Not wait_for: Python 3.11's loses a cancel that comes together with the result.
+            async with asyncio.timeout(seconds):
+                is_complete = await asyncio.wrap_future(compiled)
+            if not is_complete:
                 self._submit(request)
                 return
         except TimeoutError:

@@ -81,10 +81,6 @@ class Admission:
         RequestTimeout, RequestCancelled or Unavailable.
         """
         visit = self._visits[request.id]
-        if request.record.epoch > 1:
-            # It was let in by the gateway that had it before.
-            yield
-            return
         async with self._waiting_room.turn(visit, request, num_prompt_tokens, max_tokens):
             yield
 
@@ -116,11 +112,8 @@ class Admission:
         )
 
     def _come_in(self, job: Job, seat: Seat) -> Visit:
-        if seat.is_owed:
-            visit = self._waiting_room.visit(job)
-            visit.has_arrived = True
-            return visit
-        if self.draining:
+        goes_on = seat.is_owed
+        if self.draining and not goes_on:
             raise Unavailable("This gateway is shutting down; try again.", code="draining")
         if job.request_id in self._live:
             raise Conflict(
@@ -128,9 +121,10 @@ class Admission:
                 code="request_id_in_use",
                 param="x-request-id",
             )
-        visit = self._waiting_room.visit(job)
+        visit = self._waiting_room.visit(job, goes_on=goes_on)
         limit = self._max_live_requests
-        if len(self._live) >= (with_reserve(limit) if visit.is_promised else limit):
+        limit = with_reserve(limit) if visit.is_promised else limit
+        if len(self._live) >= limit and not goes_on:
             raise self._waiting_room.refusal(visit, "live_requests")
         self._waiting_room.come_in(visit)
         return visit

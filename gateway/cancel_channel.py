@@ -5,10 +5,9 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from redis.exceptions import RedisError
-
 from gateway.ledger_keys import LedgerKeys
 from gateway.records import RequestRecord
+from gateway.redis_batch import FAILURES
 from gateway.redis_client import AnyRedis
 
 logger = logging.getLogger(__name__)
@@ -44,9 +43,11 @@ class CancelChannel:
         while True:
             pubsub = self._redis.pubsub()
             try:
+                # A Cluster's subscriptions do not look for its nodes by themselves.
+                await self._redis.initialize()
                 await pubsub.subscribe(self._keys.channel)
                 await self._listen(pubsub)
-            except (RedisError, OSError, TimeoutError) as error:
+            except FAILURES as error:
                 logger.debug("the cancel channel broke: %s", error)
             except Exception:
                 logger.exception("the cancel channel failed")
@@ -87,5 +88,5 @@ class CancelChannel:
 async def _close(pubsub: Any) -> None:
     try:
         await pubsub.aclose()
-    except (RedisError, OSError, TimeoutError) as error:
+    except FAILURES as error:
         logger.debug("closing the cancel channel: %s", error)

@@ -30,7 +30,9 @@ class Changes:
         changed = asyncio.Event()
         self.call_once(changed.set)
         try:
+            # Not wait_for: Python 3.11's loses a cancel that comes together with the event.
             with suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), seconds)
+                async with asyncio.timeout(seconds):
+                    await changed.wait()
         finally:
             self.forget(changed.set)

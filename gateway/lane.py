@@ -124,8 +124,10 @@ class Lane(ABC, Generic[StatusT]):
     async def pause(self) -> None:
         """The wait between two polls: short while the replica is not usable, none after a doubt."""
         seconds = _READY_PAUSE_SECONDS if self.healthy else _AWAY_PAUSE_SECONDS
+        # Not wait_for: Python 3.11's loses a cancel that comes together with the event.
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._poll_soon.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._poll_soon.wait()
 
     @abstractmethod
     async def _get_status(self, timeout_seconds: float) -> StatusT:

@@ -216,15 +216,16 @@ class Lanes:
             for lane_set in self._sets
         ]
         common = set.intersection(*map(set, reported))
+        was_ready = self.ready
         if self._fingerprint not in common:
-            was_ready, engines = self.ready, reported[-1]
+            engines = reported[-1]
             self._fingerprint = max(sorted(common), key=engines.count, default="")
             if self.ready:
                 logger.info("the line is ready with %s", self.model().name)
             elif was_ready:
                 logger.warning("the line is not ready: %s", "; ".join(self._problems()))
-        if (model := self._model_now()) is not None:
-            self._last_model = model
+        self._last_model = self._model_now() or self._last_model
+        if was_ready or self.ready:
             self._last_ready_at = asyncio.get_running_loop().time()
         self._note_changes()
         mismatches = frozenset(

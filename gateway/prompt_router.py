@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, TypeVar
 
 from gateway.changes import Changes
+from gateway.engine_places import num_free_places
 from gateway.lane import AnyLane, DetokLane, EngineLane
 from gateway.routing import choose_engine, prefix_key
 
@@ -62,7 +63,9 @@ class PromptRouter:
         return Route(self._engine, detok)
 
     def _choose(self, lanes: Sequence[EngineLane]) -> EngineLane:
-        engines = {lane.address: lane for lane in lanes}
+        # A prompt that is in the cache of an engine is not to wait there while another has a place.
+        with_places = [lane for lane in lanes if num_free_places(lane, lane.num_sequences)]
+        engines = {lane.address: lane for lane in with_places or lanes}
         block_size = max(lane.status.block_size for lane in lanes if lane.status)
         address = choose_engine(
             prefix_key(self._prompt_token_ids, block_size, self._cache_salt),

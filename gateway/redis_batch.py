@@ -4,12 +4,19 @@ import hashlib
 from typing import Any, Final
 
 from redis.asyncio import Redis
-from redis.exceptions import NoScriptError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import (
+    NoScriptError,
+    ReadOnlyError,
+    RedisClusterException,
+    RedisError,
+    ResponseError,
+)
 
 from gateway.redis_client import AnyRedis
 
-# What Redis away looks like.
-FAILURES: Final = (RedisError, OSError, TimeoutError)
+# What Redis away looks like. A RuntimeError is uvloop's word for writing to a connection that was
+# reset, which redis-py passes on as it is.
+FAILURES: Final = (RedisError, RedisClusterException, OSError, TimeoutError, RuntimeError)
 
 
 class Script:

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import msgspec
-from redis.exceptions import RedisError
 
+from gateway.redis_batch import FAILURES
 from gateway.redis_client import AnyRedis
 from protos.wire.errors import NotFound, Unavailable
 
@@ -106,7 +106,7 @@ class ResponseStore:
 async def _unavailable_when_away() -> AsyncIterator[None]:
     try:
         yield
-    except (RedisError, OSError, TimeoutError) as error:
+    except FAILURES as error:
         raise Unavailable(
             "The store of responses (Redis) cannot be reached now; try again.",
             code="response_store_unavailable",

@@ -123,7 +123,7 @@ class Sequence:
 
     def _take(self, attempt: int, output: detok_pb2.Output) -> None:
         """The sink of one attempt."""
-        if attempt != self._num_attempts or self._finished:
+        if attempt != self._num_attempts or not self._is_at_work:
             return
         lost = None
         if output.HasField("finish"):

@@ -54,13 +54,13 @@ class Settings:
     max_queued_requests: int = setting(
         0,
         "Requests that may wait for an engine, each choice counted; more get HTTP 429 with a time "
-        "to come again. 0: half as many as the engines run at once.",
+        "to come again. 0: three quarters of what the engines run at once.",
         minimum=0,
     )
     max_queued_tokens: int = setting(
         0,
-        "Tokens that they may be expected to take, prompt and answer. 0: half of what the "
-        "engines' KV caches hold.",
+        "Tokens that they may be expected to take, prompt and answer. 0: three quarters of "
+        "what the engines' KV caches hold.",
         minimum=0,
     )
     max_body_bytes: int = setting(

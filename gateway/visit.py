@@ -12,12 +12,14 @@ from protos.wire.errors import RequestCancelled, RequestTimeout, Unavailable
 class Visit:
     """One request, from when it came in. `deadline` is of the event loop's clock.
 
-    `is_promised`: it comes when it was told to. `num_tokens` is what its tenant was charged.
+    `is_promised`: it comes when it was told to. `goes_on`: it was let in before, at a gateway that
+    is gone, and waits for nobody. `num_tokens` is what its tenant was charged.
     """
 
     job: Job
     deadline: float
     is_promised: bool = False
+    goes_on: bool = False
     has_arrived: bool = False
     num_tokens: int = 0
     _keys: tuple[bytes, ...] = ()

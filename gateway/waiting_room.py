@@ -63,10 +63,11 @@ class WaitingRoom:
         self._timer: asyncio.TimerHandle | None = None
         self._is_looking_soon = False
 
-    def visit(self, job: Job) -> Visit:
+    def visit(self, job: Job, *, goes_on: bool = False) -> Visit:
         """A request at the door. If it was told to come now, this takes up the promise."""
         seconds_left = job.seconds_left
         visit = Visit(job, self._clock() + (math.inf if seconds_left is None else seconds_left))
+        visit.goes_on = goes_on
         # Hashing a prompt takes time, which is only worth it where somebody was refused.
         visit.is_promised = self.promises.num_open > 0 and self.promises.take(*visit.keys)
         return visit
@@ -76,10 +77,12 @@ class WaitingRoom:
         self._measure()
         num_before = max(0, self._num_coming + self.queue.num_sequences - self._num_free())
         num_after = num_before + visit.num_sequences
+        bounds, has_promised = self._bounds, self.promises.num_open > 0
         if not (
-            num_after <= self._bounds.max_sequences
+            num_after <= (bounds.newcomer_sequences if has_promised else bounds.max_sequences)
             or not num_before
-            or (visit.is_promised and num_before < self._bounds.hard_max_sequences)
+            or visit.goes_on
+            or (visit.is_promised and num_before < bounds.promised_sequences)
             or self._is_below_its_share(visit)
         ):
             raise self.refusal(visit, "queued_requests")
@@ -107,6 +110,9 @@ class WaitingRoom:
         """
         request.enter(Stage.WAITING)
         self._arrive(visit)
+        if visit.goes_on:
+            yield
+            return
         self._measure()
         place = Place(visit, asyncio.get_running_loop().create_future())
         num_tokens = num_prompt_tokens + self._expected_output(visit, max_tokens)
@@ -226,16 +232,17 @@ class WaitingRoom:
         """Sees to it that the queue may hold the request. Raises QueueFull or RequestTimeout."""
         if not self.queue.num_requests and self._num_free() > 0:
             return
-        bounds = self._bounds
+        bounds, has_promised = self._bounds, self.promises.num_open > 0
         is_within_reserve = (
-            self.queue.num_sequences < bounds.hard_max_sequences
-            and self.queue.num_tokens < bounds.hard_max_tokens
+            self.queue.num_sequences < bounds.promised_sequences
+            and self.queue.num_tokens < bounds.max_tokens
         )
-        pushed_out = self.queue.to_push_out(entry, bounds.max_sequences, bounds.max_tokens)
+        max_tokens = bounds.newcomer_tokens if has_promised else bounds.max_tokens
+        pushed_out = self.queue.to_push_out(entry, bounds.max_sequences, max_tokens)
         if pushed_out is None:
             is_preferred = visit.is_promised or not self.queue.num_sequences_of(visit.tenant)
             if self.queue.num_requests and not (is_preferred and is_within_reserve):
-                is_long = self.queue.num_tokens + entry.num_tokens > bounds.max_tokens
+                is_long = self.queue.num_tokens + entry.num_tokens > max_tokens
                 raise self.refusal(visit, "queued_tokens" if is_long else "queued_requests")
         self._check_time(visit, entry)
         for victim in pushed_out or ():

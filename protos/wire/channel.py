@@ -33,7 +33,7 @@ def open_channel(address: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> gr
             # Also the time that a connection is given to come about: on a busy machine, 100 ms
             # were too few.
             ("grpc.min_reconnect_backoff_ms", 2_000),
-            ("grpc.max_reconnect_backoff_ms", 500),
+            ("grpc.max_reconnect_backoff_ms", 250),
             # Each channel its own connection: streams to one peer share no flow-control window
             # with the polls of another.
             ("grpc.use_local_subchannel_pool", 1),

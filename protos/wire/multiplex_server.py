@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, Final, Generic, Protocol
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from protos.common.v1 import common_pb2
 from protos.wire.errors import InternalError, TokenlineError, to_proto
@@ -179,16 +180,19 @@ async def _take_commands(
     outbox: Outbox[SubmitT, OutputT],
 ) -> str:
     """Hands commands to the handler until the caller is done; says what broke the protocol."""
-    async for request in request_iterator:
-        command = request.WhichOneof("command")
-        if command == "abort":
-            handler.abort(request.abort.sequence_id, outbox)
-        elif command == "submit":
-            if not outbox.begin(request.submit.sequence_id):
-                return f"sequence_id {request.submit.sequence_id} is already live"
-            _submit(request.submit, handler, outbox)
-        else:
-            return "command is missing"
+    try:
+        async for request in request_iterator:
+            command = request.WhichOneof("command")
+            if command == "abort":
+                handler.abort(request.abort.sequence_id, outbox)
+            elif command == "submit":
+                if not outbox.begin(request.submit.sequence_id):
+                    return f"sequence_id {request.submit.sequence_id} is already live"
+                _submit(request.submit, handler, outbox)
+            else:
+                return "command is missing"
+    except DecodeError:
+        return "a command cannot be parsed"
     return ""
 
 

@@ -86,9 +86,10 @@ class GrpcServer:
                 *message_limits(max_message_bytes),
                 ("grpc.so_reuseport", 0),
                 # Beyond its default of 1000 unaccepted calls, gRPC cancels a part of a burst.
-                # Admission is the services' own business.
-                ("grpc.server.max_pending_requests", 100_000),
-                ("grpc.server.max_pending_requests_hard_limit", 200_000),
+                # Each takes about 10 KB until it is accepted, even where its caller has reset
+                # it: 100,000 from one hostile peer took a gigabyte that was not given back.
+                ("grpc.server.max_pending_requests", 4_000),
+                ("grpc.server.max_pending_requests_hard_limit", 8_000),
                 # Clients ping every second, also while idle (channel.py).
                 ("grpc.http2.min_ping_interval_without_data_ms", 500),
                 ("grpc.http2.max_ping_strikes", 0),

@@ -2,13 +2,14 @@
 
 import argparse
 
-from tests.bench import pipeline, structured
+from tests.bench import overload, pipeline, structured
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="NAME")
     pipeline.add_command(commands)
+    overload.add_command(commands)
     structured.add_command(commands)
     arguments = parser.parse_args()
     arguments.run(arguments)

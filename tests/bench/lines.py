@@ -32,15 +32,23 @@ def start_line(processes: Processes, model: Path, engine: list[str], engine_port
 
 
 def start_scripted_line(
-    processes: Processes, model: Path, tokens_per_request: int, num_streams: int
+    processes: Processes,
+    model: Path,
+    tokens_per_request: int,
+    num_streams: int,
+    step_seconds: float = 0.0,
 ) -> int:
-    """A line whose engine emits fixed ids as fast as they are read."""
+    """A line whose engine emits fixed ids: as fast as they are read, or one a step.
+
+    step_seconds: with it, the engine runs `num_streams` at once, and others wait.
+    """
     port = free_port()
     engine = [
         "tests.fakes.scripted_engine",
         *("--port", str(port)),
         *("--tokens-per-request", str(tokens_per_request)),
         *("--max-num-seqs", str(num_streams)),
+        *("--step-seconds", str(step_seconds)),
         *("--model-name", model_name(model)),
         *("--model-fingerprint", fingerprint(model)),
     ]

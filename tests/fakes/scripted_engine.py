@@ -60,7 +60,11 @@ class _Stream:
             if self._step(loop.time()):
                 await self._taken.wait()
                 continue
-            waits = [sequence.due - loop.time() for sequence in self._sequences.values()]
+            waits = [
+                sequence.due - loop.time()
+                for sequence in self._sequences.values()
+                if self._engine.may_run(sequence)
+            ]
             self._changed.clear()
             timeout = max(0.0, min(waits)) if waits and min(waits) < float("inf") else None
             try:
@@ -72,13 +76,13 @@ class _Stream:
         emitted = False
         self._taken.clear()
         for sequence_id, sequence in list(self._sequences.items()):
-            if sequence.due > now:
+            if sequence.due > now or not self._engine.may_run(sequence):
                 continue
             output = sequence.next_output()
             if output is None:
                 sequence.due = float("inf")
                 continue
-            sequence.due = now + sequence.script.delay_seconds
+            sequence.due = self._engine.next_step(now, sequence.script.delay_seconds)
             if sequence.finished:
                 del self._sequences[sequence_id]
                 self._engine.end(sequence, aborted=False)
@@ -93,6 +97,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
     """EngineService over scripts. `script` is one for all, or chosen by a callable of the Submit.
 
     `submitted` and `aborted` record every Submit, and those that were aborted while live.
+    queues: at most `max_num_seqs` run, in steps that all of them take together; others wait.
     """
 
     def __init__(
@@ -103,6 +108,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
         vocab_size: int = 258,
         max_model_len: int = 4096,
         max_num_seqs: int = 256,
+        queues: bool = False,
     ) -> None:
         self._script_of = script if callable(script) else lambda submit: script
         self._status = engine_pb2.GetStatusResponse(
@@ -115,6 +121,9 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
         self.submitted: list[engine_pb2.Submit] = []
         self.aborted: list[engine_pb2.Submit] = []
         self.live: set[int] = set()
+        self._queues = queues
+        # Of those that are live, with `queues`.
+        self._running: set[int] = set()
         self.num_steps = 0
 
     def start(self, submit: engine_pb2.Submit) -> Script:
@@ -125,12 +134,25 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
 
     def end(self, sequence: ScriptedSequence, *, aborted: bool) -> None:
         self.live.discard(id(sequence.submit))
+        self._running.discard(id(sequence.submit))
         if aborted:
             self.aborted.append(sequence.submit)
 
+    def may_run(self, sequence: ScriptedSequence) -> bool:
+        """Whether the sequence runs, or can begin to; then it does."""
+        if self._queues and len(self._running) < self._status.max_num_seqs:
+            self._running.add(id(sequence.submit))
+        return not self._queues or id(sequence.submit) in self._running
+
+    def next_step(self, now: float, seconds: float) -> float:
+        """When a sequence that was stepped now is stepped again; a step takes so many seconds."""
+        return (now // seconds + 1) * seconds if self._queues and seconds else now + seconds
+
     def load(self) -> common_pb2.EngineLoad:
+        num_running = len(self._running if self._queues else self.live)
         return common_pb2.EngineLoad(
-            num_running=len(self.live),
+            num_running=num_running,
+            num_waiting=len(self.live) - num_running,
             num_free_blocks=1000,
             num_blocks=1000,
             num_steps=self.num_steps,
@@ -189,6 +211,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         vocab_size=arguments.vocab_size,
         max_model_len=arguments.max_model_len,
         max_num_seqs=arguments.max_num_seqs,
+        queues=arguments.step_seconds > 0,
     )
     async with GrpcServer("engine_svc", arguments.host, arguments.port) as server:
         engine_pb2_grpc.add_EngineServiceServicer_to_server(engine, server.grpc)
@@ -200,7 +223,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--tokens-per-request", type=int, default=128)
-    parser.add_argument("--step-seconds", type=float, default=0.0, help="0: as fast as it is read")
+    parser.add_argument("--step-seconds", type=float, default=0.0, help="0: as they are read")
     parser.add_argument("--vocab-size", type=int, default=49152)
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--max-num-seqs", type=int, default=256)

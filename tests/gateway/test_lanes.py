@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.lanes import Lanes
-from gateway.prompt_router import Route
+from gateway.prompt_router import PromptRouter, Route
 from protos.common.v1 import common_pb2
 from protos.detok.v1 import detok_pb2
 from protos.tokenizer.v1 import tokenizer_pb2
@@ -224,3 +224,82 @@ async def test_load_comes_in_band(line: GatewayLine) -> None:
 async def test_nothing_found_at_an_address_is_said() -> None:
     async with Lanes(("no-such-host.invalid:1",), ("127.0.0.1:1",), ("127.0.0.1:1",)) as lanes:
         assert "no tokenizer found at no-such-host.invalid:1" in lanes.missing()[0]
+
+
+async def test_a_lane_that_has_lost_work_is_polled_at_once(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.lane._READY_PAUSE_SECONDS", 1000.0)
+    addresses = [
+        await fleet.start(service) for service in (ScriptedTokenizer(IDENTITY), detok(), engine())
+    ]
+    async with Lanes(*((address,) for address in addresses)) as lanes:
+        await until(lambda: lanes.ready)
+        await until(lambda: not route(lanes).suspect)
+        lane = route(lanes).engine
+        lane.doubt()
+        assert lane.suspect
+        # It is the only one.
+        assert route(lanes).engine is lane
+        await until(lambda: not lane.suspect)
+
+
+async def test_a_suspect_lane_is_avoided_where_there_is_another(fleet: Fleet) -> None:
+    tokenizer = await fleet.start(ScriptedTokenizer(IDENTITY))
+    detokenizer = await fleet.start(detok())
+    engines = (await fleet.start(engine()), await fleet.start(engine()))
+    async with Lanes((tokenizer,), (detokenizer,), engines) as lanes:
+        await until(lambda: len(lanes.engine_loads()) == 2)
+        router = lanes.router([1], "", IDENTITY.fingerprint)
+        first = router.route().engine
+        assert router.route().engine is first
+        second = router.route(avoid={first}).engine
+        assert second is not first
+        # The choices that come after stay with it.
+        assert router.route().engine is second
+        second.doubt()
+        assert router.route().engine is first
+
+
+async def test_the_model_is_known_while_the_line_restarts_and_no_longer(fleet: Fleet) -> None:
+    tokenizer = await fleet.start(ScriptedTokenizer(IDENTITY))
+    detokenizer = await fleet.start(detok())
+    async with Fleet() as leaving:
+        engines = await leaving.start(engine())
+        async with Lanes((tokenizer,), (detokenizer,), (engines,), 3.0) as lanes:
+            assert not lanes.recovering
+            await until(lambda: lanes.ready)
+            await leaving.__aexit__()
+            await until(lambda: not lanes.ready)
+            assert lanes.model().fingerprint == IDENTITY.fingerprint
+            assert lanes.missing()
+            await until(lambda: not lanes.recovering)
+            with pytest.raises(Unavailable, match="not ready"):
+                lanes.model()
+
+
+async def test_sequences_of_a_model_go_to_no_replica_of_another(fleet: Fleet) -> None:
+    async with Fleet() as old:
+        pairs = [
+            (await where.start(ScriptedTokenizer(model)), await where.start(detok(model)))
+            for where, model in ((old, IDENTITY), (fleet, OTHER))
+        ]
+        tokenizers, detoks = zip(*pairs, strict=True)
+        engines = (await old.start(engine()), await fleet.start(engine(OTHER)))
+        async with Lanes(tokenizers, detoks, engines) as lanes:
+            await until(lambda: lanes.ready)
+            router = lanes.router([1], "", IDENTITY.fingerprint)
+            await until(lambda: _can_route(router))
+            await old.__aexit__()
+            await until(lambda: not _can_route(router))
+            await until(lambda: lanes.ready and lanes.model().name == OTHER.name)
+            with pytest.raises(Unavailable):
+                router.route()
+
+
+def _can_route(router: PromptRouter) -> bool:
+    try:
+        router.route()
+    except Unavailable:
+        return False
+    return True

@@ -1,16 +1,22 @@
 """Redis URLs of every form, against real servers."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
 from gateway.redis_client import open_redis
-from protos.wire.errors import StartupError
-from tests.fakes.gateway_line import gateway_line, whole_text
+from protos.wire.errors import StartupError, Unavailable
+from tests.fakes.gateway_line import eventually, gateway_line, whole_text
+from tests.fakes.ledgers import FakeRun, ledger_side
 from tests.fakes.valkey import Valkey, free_port
+from tests.fakes.waiting import until
 
 
 @pytest.fixture
@@ -21,12 +27,50 @@ def sentinel(valkey: Valkey, tmp_path: Path) -> Iterator[Valkey]:
         yield server
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Valkey]:
+@contextmanager
+def cluster_node(directory: Path, bus_port: int) -> Iterator[Valkey]:
     # The default bus port, 10,000 above, need not exist.
-    bus = str(free_port())
-    with Valkey(tmp_path, ["--cluster-enabled", "yes", "--cluster-port", bus]) as server:
-        yield server
+    directory.mkdir()
+    with Valkey(directory, ["--cluster-enabled", "yes", "--cluster-port", str(bus_port)]) as node:
+        yield node
+
+
+@asynccontextmanager
+async def node_client(node: Valkey) -> AsyncIterator[Any]:
+    async with Redis(port=node.port) as client:
+        yield client
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Two nodes, each with half of the keys."""
+
+    nodes: tuple[Valkey, Valkey]
+
+    @property
+    def url(self) -> str:
+        return f"redis+cluster://127.0.0.1:{self.nodes[0].port}"
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+    bus_ports = free_port(), free_port()
+    with (
+        cluster_node(tmp_path / "first", bus_ports[0]) as first,
+        cluster_node(tmp_path / "second", bus_ports[1]) as second,
+    ):
+        for node, slots in ((first, (0, 8191)), (second, (8192, 16383))):
+            async with node_client(node) as client:
+                await client.execute_command("CLUSTER", "ADDSLOTSRANGE", *slots)
+                if node is second:
+                    await client.execute_command(
+                        "CLUSTER", "MEET", "127.0.0.1", first.port, bus_ports[0]
+                    )
+        for node in (first, second):
+            async with node_client(node) as client, asyncio.timeout(20):
+                while b"cluster_state:ok" not in await client.execute_command("CLUSTER", "INFO"):
+                    await asyncio.sleep(0.01)
+        yield Cluster((first, second))
 
 
 async def works(url: str, prefix: str) -> None:
@@ -41,6 +85,36 @@ async def works(url: str, prefix: str) -> None:
         assert (await line.client.get("/v1/requests")).status_code == 200
 
 
+async def keeps_runs(url: str, prefix: str) -> None:
+    """Runs of many names are claimed, kept, taken over and ended by two gateways on `url`."""
+    async with ledger_side(url, "b:1#bbbbbbbb01", prefix) as two:
+        async with ledger_side(url, "a:1#aaaaaaaa01", prefix) as one:
+            for number in range(16):
+                request_id = f"run-{number}"
+                claim = await one.ledger.claim(f"d{number}", "body", request_id, b"call")
+                one.begin(request_id, incarnation=claim.incarnation)
+                run = FakeRun(request_id, claim.incarnation, written=[b"a", b"\xff"])
+                one.ledger.track(run, b"call")
+            for record in list(one.records):
+                one.ledger.release(record.id, 1)
+                one.finish(record, "cancelled")
+        for number in range(16):
+            stored = await two.ledger.find_run(f"run-{number}")
+            assert stored is not None
+            assert (stored.batches, stored.owner_alive) == ([b"a", b"\xff"], False)
+            assert await two.ledger.take_over(stored) == 2
+            run = FakeRun(stored.request_id, stored.incarnation, 2, [b"c"], ended=True)
+            two.ledger.track(run, b"call")
+            ended = await eventually(
+                partial(two.ledger.find_run, stored.request_id),
+                lambda stored: stored is not None and stored.ended,
+            )
+            assert ended is not None
+            assert ended.batches == [b"c"]
+            again = await two.ledger.claim(f"d{number}", "body", "x", b"")
+            assert (again.is_new, again.request_id) == (False, stored.request_id)
+
+
 async def test_a_unix_socket(tmp_path: Path) -> None:
     socket = tmp_path / "valkey.sock"
     with Valkey(tmp_path, ["--unixsocket", str(socket)]):
@@ -49,15 +123,35 @@ async def test_a_unix_socket(tmp_path: Path) -> None:
 
 async def test_a_sentinel_group(sentinel: Valkey) -> None:
     await works(f"redis+sentinel://127.0.0.1:{sentinel.port}/main/0", "sentinel:")
+    await keeps_runs(f"redis+sentinel://127.0.0.1:{sentinel.port}/main/0", "sentinel:runs:")
 
 
-async def test_a_cluster(cluster: Valkey) -> None:
-    async with Redis(port=cluster.port) as client:
-        await client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-        async with asyncio.timeout(20):
-            while b"cluster_state:ok" not in await client.execute_command("CLUSTER", "INFO"):
-                await asyncio.sleep(0.01)
-    await works(f"redis+cluster://127.0.0.1:{cluster.port}", "cluster:")
+async def test_a_cluster(cluster: Cluster) -> None:
+    await works(cluster.url, "cluster:")
+    await keeps_runs(cluster.url, "cluster:runs:")
+
+
+async def test_a_cluster_that_is_gone_and_comes_back(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with ledger_side(cluster.url, "a:1#aaaaaaaa01", "away:") as side:
+        await until(lambda: side.ledger.available)
+        for node in cluster.nodes:
+            node.kill()
+        await until(lambda: not side.ledger.available)
+        side.begin("one")
+        with pytest.raises(Unavailable):
+            await side.ledger.claim("digest", "body", "two", b"call")
+        with pytest.raises(Unavailable):
+            await side.ledger.find("two")
+        for node in cluster.nodes:
+            node.start()
+        await until(lambda: side.ledger.available and side.ledger._writer.num_unwritten == 0)
+        assert await side.ledger.find("one") is not None
+    said = [record.getMessage()[:13] for record in caplog.records if "redis_state" in record.name]
+    assert said == ["Redis is away", "Redis is back"]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize(
