@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from gateway.admission import Admission
 from gateway.bad_words import banned_sequences
@@ -20,6 +20,10 @@ from protos.common.v1 import common_pb2
 from protos.detok.v1 import detok_pb2
 from protos.tokenizer.v1 import tokenizer_pb2
 from protos.wire.errors import InvalidRequest, RequestCancelled
+
+# By so much the line's deadline is later than the job's own: what a timeout becomes is for this
+# gateway to say, which knows whether a token was sent.
+_DEADLINE_SLACK_SECONDS: Final = 0.25
 
 
 class _Encoded(NamedTuple):
@@ -120,19 +124,22 @@ class Pipeline:
         `earlier`: what choices have already, by index; they go on after it.
         """
         router = self._lanes.router(record.prompt_token_ids, job.cache_salt, job.model.fingerprint)
-        seconds_left = job.seconds_left
-        deadline = None
-        if seconds_left is not None:
-            deadline = asyncio.get_running_loop().time() + seconds_left
         for choice in range(job.num_choices):
             submit = _submit(job, record, generation.num_choices)
             generation.start(
                 submit,
                 router,
                 is_first_choice=choice == 0,
-                deadline=deadline,
+                deadline=_deadline(job),
                 had=earlier.get(generation.num_choices),
             )
+
+
+def _deadline(job: Job) -> float | None:
+    """When, on the event loop's clock, the line may drop the job's sequences."""
+    if job.seconds_left is None:
+        return None
+    return asyncio.get_running_loop().time() + job.seconds_left + _DEADLINE_SLACK_SECONDS
 
 
 @contextmanager

@@ -4,6 +4,8 @@ from typing import Final
 
 import grpc
 
+from protos.wire.call_limit import CallLimit
+
 MAX_MESSAGE_BYTES: Final = 64 << 20
 
 
@@ -19,6 +21,7 @@ def open_channel(address: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> gr
     """A channel to `host:port` that notices a dead peer within seconds and reconnects by itself."""
     return grpc.aio.insecure_channel(
         address,
+        interceptors=[CallLimit()],
         options=[
             *message_limits(max_message_bytes),
             # A peer that is stopped or cut off answers no ping: its connection is broken in 2.5 s,

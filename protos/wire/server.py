@@ -10,6 +10,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from protos.wire.call_limit import MAX_CONCURRENT_CALLS
 from protos.wire.channel import MAX_MESSAGE_BYTES, message_limits
 from protos.wire.errors import (
     ERROR_METADATA_KEY,
@@ -88,6 +89,7 @@ class GrpcServer:
                 # Beyond its default of 1000 unaccepted calls, gRPC cancels a part of a burst.
                 # Each takes about 10 KB until it is accepted, even where its caller has reset
                 # it: 100,000 from one hostile peer took a gigabyte that was not given back.
+                ("grpc.max_concurrent_streams", MAX_CONCURRENT_CALLS),
                 ("grpc.server.max_pending_requests", 4_000),
                 ("grpc.server.max_pending_requests_hard_limit", 8_000),
                 # Clients ping every second, also while idle (channel.py).

@@ -130,3 +130,11 @@ async def test_a_cancel_in_time_is_a_cancel(line: GatewayLine) -> None:
     assert (await line.client.delete("/v1/requests/cancelled-in-time")).status_code == 200
     response = await answer
     assert response.json()["choices"][0]["finish_reason"] == "cancelled"
+
+
+async def test_the_line_is_told_the_time_that_is_left(line: GatewayLine) -> None:
+    await line.chat(timeout=60)
+    await line.chat()
+    first, second = line.detok.submitted
+    assert 0 < first.record.timeout_ms <= 60_250
+    assert second.record.timeout_ms == 0
