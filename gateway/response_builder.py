@@ -25,11 +25,14 @@ _ITEM_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "
 
 
 class ResponseBuilder:
-    """`response` is the object so far. Every method returns the events that it causes, encoded."""
+    """`response` is the object so far. Every method returns the events that it causes, encoded.
 
-    def __init__(self, response: dict[str, Any]) -> None:
+    num_events: how many were told of it before.
+    """
+
+    def __init__(self, response: dict[str, Any], num_events: int = 0) -> None:
         self.response = response
-        self._num_events = 0
+        self._num_events = num_events
         # The last item while it grows, and what it has of text or arguments.
         self._open: Item | None = None
         self._pieces: list[str] = []

@@ -1,7 +1,7 @@
 """How one response of the Responses API is answered: as its events, or whole."""
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -45,6 +45,11 @@ class ResponseForm(AnswerForm[GrowingResponse]):
         self._reader = ChatReader(
             self._reading, self._builder.response["id"], in_reasoning=in_reasoning
         )
+
+    @property
+    def response(self) -> dict[str, Any]:
+        """The API's object, as far as it has come."""
+        return self._builder.response
 
     def new_choice(self) -> GrowingResponse:
         return GrowingResponse(self)

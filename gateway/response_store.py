@@ -78,6 +78,12 @@ class ResponseStore:
             pipeline.expire(key, self._ttl_seconds)
             await pipeline.execute()
 
+    async def num_events(self, tenant: str, response_id: str) -> int:
+        """How many events are kept."""
+        async with _unavailable_when_away():
+            number: Any = await self._redis.llen(self._events_key(self._key(tenant, response_id)))
+        return int(number)
+
     async def follow(self, tenant: str, response_id: str, start: int) -> AsyncIterator[bytes]:
         """The events from number `start` on, as they come, until the response has ended.
 

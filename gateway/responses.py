@@ -1,7 +1,6 @@
 """/v1/responses: create, also in the background; retrieve, cancel, delete, list the input."""
 
 import asyncio
-import logging
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -11,12 +10,12 @@ from typing import Any, Final
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message
 
-from gateway.answers import StreamedAnswer, answer
+from gateway.answers import answer
+from gateway.background_responses import BackgroundResponses
 from gateway.call import Call, new_call
 from gateway.chat_job import ModelText, chat_job
-from gateway.errors import HandedOver, as_typed, json_response
+from gateway.errors import json_response
 from gateway.event_ids import LAST_EVENT_ID
 from gateway.field_checks import invalid_value
 from gateway.followed_response import FollowedResponse
@@ -32,11 +31,8 @@ from gateway.response_input import input_items, messages_of
 from gateway.response_job import chat_request, new_response
 from gateway.response_schema import ResponseRequest
 from gateway.response_store import ResponseStore, StoredResponse
-from gateway.runs import Opened, Runs
-from gateway.sse import EventStream
+from gateway.runs import Runs
 from protos.wire.errors import Conflict, InvalidRequest, NotFound, Unavailable
-
-logger = logging.getLogger(__name__)
 
 PATH: Final = "/v1/responses"
 _PREFIX: Final = "resp_"
@@ -67,12 +63,10 @@ class Responses:
         self._model_text = model_text
         self._store = store
         self._requests = requests
-        self._in_background: set[asyncio.Task[None]] = set()
+        self._background = BackgroundResponses(runs, store, ping_seconds)
 
     async def close(self) -> None:
-        for task in self._in_background:
-            task.cancel()
-        await asyncio.gather(*self._in_background, return_exceptions=True)
+        await self._background.close()
 
     @counts_refusals(PATH)
     async def create(self, request: Request) -> Response:
@@ -180,8 +174,11 @@ class Responses:
 
     async def _find(self, request: Request) -> tuple[str, StoredResponse]:
         identity: Identity = request.state.identity
-        response_id = request.path_params["response_id"]
-        return identity.tenant, await self._store.find(identity.tenant, response_id)
+        tenant, response_id = identity.tenant, request.path_params["response_id"]
+        stored = await self._store.find(tenant, response_id)
+        if stored.is_live and stored.response["background"]:
+            await self._background.look_after(tenant, stored)
+        return tenant, stored
 
     async def _earlier(self, body: ResponseRequest, tenant: str) -> list[dict[str, Any]]:
         """The chat that this response goes on with."""
@@ -226,42 +223,10 @@ class Responses:
         await self._store.save(call.tenant, stored)
         body = msgspec.json.encode(stored.response)
         opened = await self._runs.open(call, job, form)
-        self._answer_in_background(opened, form, call.tenant, stored)
+        self._background.begin(opened, form, call.tenant, stored)
         if job.streams:
             return self._followed(call.tenant, stored, 0)
         return Response(body, media_type="application/json")
-
-    def _answer_in_background(
-        self, opened: Opened, form: ResponseForm, tenant: str, stored: StoredResponse
-    ) -> None:
-        task = asyncio.create_task(self._run(opened, form, tenant, stored))
-        self._in_background.add(task)
-        task.add_done_callback(self._in_background.discard)
-
-    async def _run(
-        self, opened: Opened, form: ResponseForm, tenant: str, stored: StoredResponse
-    ) -> None:
-        """Answers into the store. Whoever asked learns of errors from there."""
-        response_id = stored.response["id"]
-
-        async def send(message: Message) -> None:
-            events = message.get("body", b"")
-            if stored.has_events and events != form.ping:
-                await self._store.append_events(tenant, response_id, events)
-
-        stream = EventStream(send)
-        try:
-            try:
-                with opened.run.being_read():
-                    await StreamedAnswer(opened, self._ping_seconds).answer(stream)
-            except HandedOver:
-                return
-            except Exception as error:
-                await stream.close(form.failure_events(as_typed(error)))
-            if stored.response["status"] in ("failed", "cancelled"):
-                await self._store.save(tenant, stored)
-        except Unavailable as error:
-            logger.warning("the response %s is lost: %s", response_id, error.message)
 
     def _followed(self, tenant: str, stored: StoredResponse, start: int) -> Response:
         return FollowedResponse(

@@ -91,6 +91,13 @@ class Runs:
         """As `attach`, for any request."""
         return await self._attach(request_id, None, tenant, None)
 
+    async def is_lost(self, request_id: str) -> bool:
+        """Whether no gateway has the request any more. Unavailable while Redis is away."""
+        if request_id in self._runs:
+            return False
+        stored = await self._ledger.find_run(request_id)
+        return stored is None or not stored.owner_alive
+
     def hand_over(self) -> None:
         """Leaves to other gateways what they can go on with."""
         for run in list(self._runs.values()):

@@ -305,3 +305,36 @@ async def test_a_drained_gateway_hands_its_streams_over(valkey: Valkey, redis_pr
             rest = [event async for event in events]
         assert_whole(first, rest)
         await stopping
+
+
+async def test_responses_in_the_background_outlive_their_gateway(
+    valkey: Valkey, redis_prefix: str
+) -> None:
+    """What was not streamed is completed; what was is told to have failed, not left for ever."""
+    script = Counting(6)
+    body = {"model": MODEL, "input": "hi", "background": True}
+    async with two_gateways(valkey, redis_prefix, script) as (line, other):
+        whole = (await other.client.post("/v1/responses", json=body)).json()["id"]
+        async with other.client.stream(
+            "POST", "/v1/responses", json={**body, "stream": True}
+        ) as response:
+            async for first in response.aiter_lines():
+                if first.startswith("data: "):
+                    streamed = json.loads(first.removeprefix("data: "))["response"]["id"]
+                    break
+            await until(lambda: len(line.detok.live) == 2)
+            await asyncio.sleep(0.6)
+            await other.kill()
+        script.gate.set()
+
+        async def ended(response_id: str) -> Any:
+            found = (await line.client.get(f"/v1/responses/{response_id}")).json()
+            return found if found["status"] not in ("queued", "in_progress") else None
+
+        async with asyncio.timeout(30):
+            while not (completed := await ended(whole)) or not (failed := await ended(streamed)):
+                await asyncio.sleep(0.1)
+        assert completed["output"][0]["content"][0]["text"] == TEXT
+        assert (failed["status"], failed["error"]["code"]) == ("failed", "gateway_lost")
+        events = (await line.client.get(f"/v1/responses/{streamed}?stream=true")).text
+        assert "event: response.failed" in events
