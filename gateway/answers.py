@@ -1,6 +1,7 @@
 """Sends the answer of a run, streamed or whole; the endpoints' forms say how it looks."""
 
 import operator
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
@@ -67,6 +68,7 @@ class StreamedAnswer(Response):
             await stream.send(self._form.ping)
         if log.head is not None:
             self._form.begin(in_reasoning=log.head.in_reasoning)
+        sent_at = time.monotonic()
         while True:
             outputs = await reader.next_outputs(self._ping_seconds)
             if log.broken is not None:
@@ -76,9 +78,12 @@ class StreamedAnswer(Response):
             events = self._events(outputs)
             if reader.is_at_end:
                 break
-            if events or not outputs:
+            # Outputs may have nothing to say for long, as those of a call that is not yet one.
+            if events or not outputs or time.monotonic() - sent_at >= self._ping_seconds:
                 await stream.send(events or self._form.ping)
-        if not stream.started and any(map(operator.gt, self._had, log.num_events)):
+                sent_at = time.monotonic()
+        is_whole = log.error is None
+        if is_whole and not stream.started and any(map(operator.gt, self._had, log.num_events)):
             raise beyond_the_end()
         if log.error is None:
             return events + self._with_id(await self._form.last_events(reader.usage))

@@ -8,7 +8,7 @@ from gateway.engine_places import EnginePlaces
 # Of what the engines hold at once. Who waits behind as many as run waits about as long as one of
 # them takes; with a little less, and what engines have beyond what they run, the whole stays within
 # twice the time.
-_DEFAULT_SHARE: Final = 0.75
+_DEFAULT_SHARE: Final = 0.625
 # While refused clients have been told when to come again, newcomers may not take the rest: engines
 # end many sequences at once, then none for long, and who was told comes in between.
 _NEWCOMERS_SHARE: Final = 0.5

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS: Final = 0.1
 # How often one who follows a run looks whether its gateway still lives.
 _LOOK_SECONDS: Final = 0.5
+# An owner's record is written within a moment. A claim that has none for so long came about while
+# its gateway had given up on Redis: nobody has the run.
+_NO_RECORD_SECONDS: Final = 2.0
 # A Redis that has lost everything is told again by the gateways that live, within this time.
 _LOST_SECONDS: Final = 10.0
 
@@ -68,6 +71,8 @@ class Run:
         self._is_tracked = False
         self._generating: Interruptible | None = None
         self._num_readers = 0
+        # Nobody reads it and it is not to go on here: no one else may join it.
+        self.is_left = False
         self._reason_to_stop: TokenlineError = ClientDisconnected()
         self.task = asyncio.create_task(self._work())
 
@@ -84,6 +89,7 @@ class Run:
         logger.warning("another gateway has taken request %s", self.request_id)
         self._is_ours = self._is_tracked = False
         if not self._num_readers:
+            self.is_left = True
             self.task.cancel()
         elif self._generating is not None:
             self._generating.interrupt(_Fenced())
@@ -97,6 +103,7 @@ class Run:
         finally:
             self._num_readers -= 1
             if not self._num_readers and not (self._is_ours and self._outlives_readers):
+                self.is_left = not self.log.ended
                 self.stop()
 
     def stop(self, reason: TokenlineError | None = None) -> None:
@@ -163,6 +170,8 @@ class Run:
     async def _follow(self) -> None:
         """Reads along where the run is generated, until it has ended or is ours."""
         followed: FollowedLog | None = None
+        time_of = asyncio.get_running_loop().time
+        awaited_until = time_of() + _NO_RECORD_SECONDS
         while not self.log.ended:
             stored = self._stored or await self._find()
             self._stored = None
@@ -172,7 +181,10 @@ class Run:
             followed.take(stored.batches[followed.num_batches :])
             if stored.ended and not self.log.ended:
                 raise InternalError("What is kept of this request is not whole.")
-            if not stored.owner_alive and not self.log.ended and await self._take_over(stored):
+            is_there = stored.owner_alive and (
+                stored.record is not None or time_of() < awaited_until
+            )
+            if not is_there and not self.log.ended and await self._take_over(stored):
                 return
             await self._read_along(followed)
 

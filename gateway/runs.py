@@ -123,7 +123,7 @@ class Runs:
         *,
         must_stream: bool = False,
     ) -> Opened:
-        run = self._runs.get(request_id)
+        run = self._present(request_id)
         stored = None
         if run is None or (claim is not None and run.incarnation != claim.incarnation):
             stored = await self._ledger.find_run(request_id, claim)
@@ -142,13 +142,18 @@ class Runs:
             )
         had = _had(job, form, last_event_id)
         # Somebody else may have attached meanwhile.
-        run = self._runs.get(request_id)
+        run = self._present(request_id)
         if stored is not None and (run is None or run.incarnation != stored.incarnation):
             origin = Origin(incarnation=stored.incarnation, claim=claim, stored=stored)
             run = self._add(Run(call, job, origin, self._ledger, self._pipeline))
         if run is None:
             raise _unknown(request_id)
         return Opened(run, form, had)
+
+    def _present(self, request_id: str) -> Run | None:
+        """The run as this gateway has it, if it may still be read."""
+        run = self._runs.get(request_id)
+        return None if run is None or run.is_left else run
 
     def _begin(self, call: Call, job: Job, origin: Origin) -> Run:
         present = self._runs.get(call.request_id)

@@ -54,12 +54,12 @@ class Settings:
     max_queued_requests: int = setting(
         0,
         "Requests that may wait for an engine, each choice counted; more get HTTP 429 with a time "
-        "to come again. 0: three quarters of what the engines run at once.",
+        "to come again. 0: five eighths of what the engines run at once.",
         minimum=0,
     )
     max_queued_tokens: int = setting(
         0,
-        "Tokens that they may be expected to take, prompt and answer. 0: three quarters of "
+        "Tokens that they may be expected to take, prompt and answer. 0: five eighths of "
         "what the engines' KV caches hold.",
         minimum=0,
     )

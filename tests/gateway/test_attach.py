@@ -1,6 +1,7 @@
 """Requests with an Idempotency-Key, and streams that go on: at the same gateway and at others."""
 
 import asyncio
+import hashlib
 import json
 import signal
 from collections.abc import AsyncIterator, Sequence
@@ -8,13 +9,23 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx2
+import msgspec
 import pytest
 
+from gateway.call import decode_call
 from protos.common.v1 import common_pb2
 from protos.detok.v1 import detok_pb2
 from protos.wire.errors import Unavailable
-from tests.fakes.gateway_line import MODEL, GatewayLine, data_of, gateway_line, whole_text
+from tests.fakes.gateway_line import (
+    MODEL,
+    GatewayLine,
+    data_of,
+    eventually,
+    gateway_line,
+    whole_text,
+)
 from tests.fakes.gateway_process import gateway_process
+from tests.fakes.ledgers import ledger_side
 from tests.fakes.scripted_detok import DetokScript, output, pieces
 from tests.fakes.valkey import Valkey
 from tests.fakes.waiting import until
@@ -266,6 +277,48 @@ async def test_a_client_may_read_along_at_any_gateway(valkey: Valkey, redis_pref
                 rest = [event async for event in followed]
         assert_whole(first, rest)
         assert len(line.detok.submitted) == 1
+
+
+async def test_a_client_that_read_along_and_left_may_come_again(
+    valkey: Valkey, redis_prefix: str
+) -> None:
+    script = Counting(6)
+    async with two_gateways(valkey, redis_prefix, script) as (line, other):
+        headers = {"idempotency-key": "k"}
+        async with stream(other.client, **headers) as events:
+            first = await read_until(events, 3)
+            for _ in range(5):
+                async with stream(line.client, **headers) as followed:
+                    await read_until(followed, 3)
+            headers["last-event-id"] = first[-1][0]
+            async with stream(line.client, **headers) as followed:
+                script.gate.set()
+                rest = [event async for event in followed]
+        assert_whole(first, rest)
+        assert len(line.detok.submitted) == 1
+
+
+async def test_a_claim_that_no_gateway_runs_is_run_by_who_is_asked(
+    valkey: Valkey, redis_prefix: str, line: GatewayLine
+) -> None:
+    """As one that reached Redis after its gateway, which lives, had given up on the reply."""
+    line.detok.script = Counting()
+    async with stream(line.client, **{"idempotency-key": "run"}) as events:
+        request_id = (await anext(events))[1]["id"].removeprefix("chatcmpl-")
+    async with ledger_side(valkey.url, "another", redis_prefix) as other:
+        run = await eventually(
+            lambda: other.ledger.find_run(request_id), lambda found: found is not None
+        )
+        digest = hashlib.sha256(repr(("", PATH, "never-run")).encode()).hexdigest()
+        call = msgspec.structs.replace(
+            decode_call(run.call), request_id="never-run", key_digest=digest
+        )
+        body_digest = hashlib.sha256(call.body).hexdigest()
+        await other.ledger.claim(digest, body_digest, "never-run", call.encode())
+        async with stream(line.client, **{"idempotency-key": "never-run"}) as events:
+            read = [event async for event in events]
+    assert text_of(read) == TEXT
+    assert read[0][1]["id"] == "chatcmpl-never-run"
 
 
 async def test_a_gateway_that_stood_still_follows_the_one_that_took_its_request(

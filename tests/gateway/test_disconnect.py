@@ -11,6 +11,7 @@ from tests.fakes.scripted_detok import DetokScript, output, pieces
 from tests.fakes.valkey import Valkey
 from tests.fakes.waiting import until
 
+WORDLESS = DetokScript([output("x"), *(output("") for _ in range(10_000))], delay_seconds=0.005)
 ENDLESS = DetokScript([output("x") for _ in range(10_000)], delay_seconds=0.005)
 SILENT = DetokScript([])
 
@@ -119,3 +120,19 @@ async def test_an_idle_stream_is_pinged(valkey: Valkey, redis_prefix: str) -> No
             assert response.status_code == 200
             assert (await anext(events)).startswith(": ping\n\n")
             assert (await anext(events)).startswith(": ping\n\n")
+
+
+async def test_a_stream_whose_tokens_have_no_text_yet_is_pinged(
+    valkey: Valkey, redis_prefix: str
+) -> None:
+    async with gateway_line(
+        valkey.url, WORDLESS, redis_prefix=redis_prefix, ping_seconds=0.05
+    ) as line:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}
+        async with line.client.stream("POST", "/v1/chat/completions", json=body) as response:
+            read = ""
+            async for piece in response.aiter_text():
+                read += piece
+                if read.count(": ping\n\n") == 3:
+                    break
+        assert read.count("data: ") == 1

@@ -122,5 +122,5 @@ async def test_what_the_engines_hold_is_remembered_while_they_are_away() -> None
     assert places.num_free == 0
     assert not places.has_engines
     bounds = QueueBounds(places, 0, 0)
-    assert (bounds.max_sequences, bounds.max_tokens) == (9, 338)
-    assert (bounds.newcomer_sequences, bounds.newcomer_tokens) == (4, 169)
+    assert (bounds.max_sequences, bounds.max_tokens) == (8, 282)
+    assert (bounds.newcomer_sequences, bounds.newcomer_tokens) == (4, 141)
