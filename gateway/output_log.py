@@ -41,7 +41,9 @@ class OutputLog:
         # What was packed, and the number of the first output that each batch holds, or would.
         self._batches: list[bytes] = []
         self._batch_starts: list[int] = []
-        self._waiters: list[asyncio.Future[None]] = []
+        # Until when each waits at most.
+        self._waiters: list[tuple[float, asyncio.Future[None]]] = []
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def size(self) -> int:
@@ -109,34 +111,60 @@ class OutputLog:
 
     async def wait(self, position: int, timeout_seconds: float) -> bool:
         """Waits until there is an output of number `position`, or no more; whether there is."""
-        if not (self.size > position or self._is_over):
-            await self._change(timeout_seconds)
-        return self.size > position or self._is_over
+        if not self.has(position):
+            await self.change(timeout_seconds)
+        return self.has(position)
 
     async def until_begun(self, timeout_seconds: float) -> bool:
         """Waits until the prompt is known, or there will be no more; whether it is so."""
         if self.head is None and not self._is_over:
-            await self._change(timeout_seconds)
+            await self.change(timeout_seconds)
         return self.head is not None or self._is_over
+
+    def has(self, position: int) -> bool:
+        """Whether one who waits for output number `position` has waited long enough."""
+        return self._recent_start + len(self._recent) > position or self._is_over
+
+    def change(self, timeout_seconds: float) -> asyncio.Future[None]:
+        """To be awaited: done at the next change, or after `timeout_seconds`."""
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        ends_at = loop.time() + timeout_seconds
+        self._waiters.append((ends_at, waiter))
+        # One timer for all waits: there is one for each token, and hardly any lasts so long.
+        if self._timer is None or self._timer.when() > ends_at:
+            self._set_timer(ends_at)
+        return waiter
 
     @property
     def _is_over(self) -> bool:
         return self.ended or self.broken is not None
 
-    async def _change(self, timeout_seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        waiter = loop.create_future()
-        self._waiters.append(waiter)
-        timer = loop.call_later(timeout_seconds, _wake, waiter)
-        try:
-            await waiter
-        finally:
-            timer.cancel()
+    def _set_timer(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(at, self._look_at_waiters)
+
+    def _look_at_waiters(self) -> None:
+        """Some wait may have lasted as long as it is to."""
+        now = asyncio.get_running_loop().time()
+        self._timer = None
+        waiters, self._waiters = self._waiters, []
+        for ends_at, waiter in waiters:
+            if ends_at <= now:
+                _wake(waiter)
+            elif not waiter.done():
+                self._waiters.append((ends_at, waiter))
+        if self._waiters:
+            self._set_timer(min(ends_at for ends_at, _ in self._waiters))
 
     def _wake(self) -> None:
         waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
+        for _, waiter in waiters:
             _wake(waiter)
+        if self._is_over and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _seal(self) -> None:
         """Packs what is recent."""

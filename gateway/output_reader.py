@@ -67,15 +67,19 @@ class OutputReader:
 
         Waits for the first; empty when none came within `timeout_seconds`, or at the end.
         """
-        while await self._log.wait(self._position, timeout_seconds):
-            entries = self._log.entries(self._position)
+        log = self._log
+        while True:
+            if not log.has(self._position):
+                await log.change(timeout_seconds)
+                if not log.has(self._position):
+                    return ()
+            entries = log.entries(self._position)
             self._position += len(entries)
             # By far the most common: one output, to be told as it is.
             if len(entries) != 1 or self._held or self._divider or not entries[0].token_ids:
                 entries = self._new(entries)
-            if entries or self.is_at_end or self._log.broken is not None:
+            if entries or self.is_at_end or log.broken is not None:
                 return entries
-        return ()
 
     def _new(self, entries: Sequence[detok_pb2.Output]) -> Sequence[detok_pb2.Output]:
         """What is new to the client and can be told, merged per choice."""
