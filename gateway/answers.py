@@ -92,12 +92,15 @@ class StreamedAnswer(Response):
         raise log.error
 
     def _events(self, outputs: Sequence[detok_pb2.Output]) -> bytes:
+        form, reader = self._form, self._reader
         events: list[bytes] = []
         for output in outputs:
-            self._reader.advance(output)
-            event = self._form.output_events(output.sequence_id, output, self._reader.usage)
-            events.append(self._with_id(event))
-        return b"".join(events)
+            reader.advance(output)
+            event = form.output_events(output.sequence_id, output, reader.usage)
+            if event and form.has_event_ids:
+                event = reader.id_line() + event
+            events.append(event)
+        return events[0] if len(events) == 1 else b"".join(events)
 
     def _pass_over(self, output: detok_pb2.Output) -> None:
         """What the client has is told again to the form only, which goes on after it."""

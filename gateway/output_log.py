@@ -109,21 +109,11 @@ class OutputLog:
         self._seal()
         return self._batches[start:]
 
-    async def wait(self, position: int, timeout_seconds: float) -> bool:
-        """Waits until there is an output of number `position`, or no more; whether there is."""
-        if not self.has(position):
-            await self.change(timeout_seconds)
-        return self.has(position)
-
     async def until_begun(self, timeout_seconds: float) -> bool:
         """Waits until the prompt is known, or there will be no more; whether it is so."""
-        if self.head is None and not self._is_over:
+        if self.head is None and not self.is_over:
             await self.change(timeout_seconds)
-        return self.head is not None or self._is_over
-
-    def has(self, position: int) -> bool:
-        """Whether one who waits for output number `position` has waited long enough."""
-        return self._recent_start + len(self._recent) > position or self._is_over
+        return self.head is not None or self.is_over
 
     def change(self, timeout_seconds: float) -> asyncio.Future[None]:
         """To be awaited: done at the next change, or after `timeout_seconds`."""
@@ -137,7 +127,8 @@ class OutputLog:
         return waiter
 
     @property
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
+        """Whether nothing more comes."""
         return self.ended or self.broken is not None
 
     def _set_timer(self, at: float) -> None:
@@ -161,8 +152,9 @@ class OutputLog:
     def _wake(self) -> None:
         waiters, self._waiters = self._waiters, []
         for _, waiter in waiters:
-            _wake(waiter)
-        if self._is_over and self._timer is not None:
+            if not waiter.done():
+                waiter.set_result(None)
+        if self.is_over and self._timer is not None:
             self._timer.cancel()
             self._timer = None
 

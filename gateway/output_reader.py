@@ -56,9 +56,10 @@ class OutputReader:
     def advance(self, output: detok_pb2.Output) -> None:
         """Covers an output that was returned."""
         index = output.sequence_id
-        self._num_tokens += len(output.token_ids)
-        self.covered[index] += num_events(output)
-        if index in self._with_bare_end:
+        num_tokens = len(output.token_ids)
+        self._num_tokens += num_tokens
+        self.covered[index] += num_tokens or num_events(output)
+        if self._with_bare_end and index in self._with_bare_end:
             self._with_bare_end.discard(index)
             self.covered[index] += 1
 
@@ -68,18 +69,23 @@ class OutputReader:
         Waits for the first; empty when none came within `timeout_seconds`, or at the end.
         """
         log = self._log
+        has_waited = False
         while True:
-            if not log.has(self._position):
-                await log.change(timeout_seconds)
-                if not log.has(self._position):
-                    return ()
             entries = log.entries(self._position)
+            if not entries and not log.is_over:
+                if has_waited:
+                    return ()
+                await log.change(timeout_seconds)
+                has_waited = True
+                continue
             self._position += len(entries)
             # By far the most common: one output, to be told as it is.
-            if len(entries) != 1 or self._held or self._divider or not entries[0].token_ids:
-                entries = self._new(entries)
-            if entries or self.is_at_end or log.broken is not None:
+            if len(entries) == 1 and not self._held and not self._divider and entries[0].token_ids:
                 return entries
+            entries = self._new(entries)
+            if entries or log.is_over:
+                return entries
+            has_waited = False
 
     def _new(self, entries: Sequence[detok_pb2.Output]) -> Sequence[detok_pb2.Output]:
         """What is new to the client and can be told, merged per choice."""
