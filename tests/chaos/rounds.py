@@ -188,6 +188,11 @@ class Rounds:
             gap = outcome.longest_pause(hit_at) - reference.longest_pause()
             tally.gaps.append(max(0.0, gap))
             tally.beyond.append(max(0.0, gap - away))
+            if gap - away > LIMIT_BEYOND_RESTART_SECONDS:
+                tally.examples.append(
+                    f"{outcome.request.name}: paused for {gap:.2f} s beyond its pace; client "
+                    f"saw {outcome.faults[-2:]}"
+                )
 
 
 async def wait_idle(line: ChaosLine, timeout_seconds: float) -> None:
