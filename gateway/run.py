@@ -27,7 +27,7 @@ _POLL_SECONDS: Final = 0.1
 _LOOK_SECONDS: Final = 0.5
 # An owner's record is written within a moment. A claim that has none for so long came about while
 # its gateway had given up on Redis: nobody has the run.
-_NO_RECORD_SECONDS: Final = 2.0
+_NO_RECORD_SECONDS: Final = 1.0
 # A Redis that has lost everything is told again by the gateways that live, within this time.
 _LOST_SECONDS: Final = 10.0
 
