@@ -17,7 +17,7 @@ from tests.chaos.report import Table
 from tests.chaos.workload import KINDS, Request, make_workload
 
 # Long enough that both gateways write for a while, once the first one wakes up.
-_MAX_TOKENS: Final = 700
+_MAX_TOKENS: Final = 500
 _PATIENCE_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.01
 _NUM_EVENTS_BEFORE: Final = 20

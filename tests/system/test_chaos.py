@@ -1,8 +1,11 @@
-"""Whether the tools of `python -m tests.chaos` would see what goes wrong."""
+"""The short form of `python -m tests.chaos`, and whether its tools would see what goes wrong."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +13,24 @@ from tests.chaos.answer import Answer, differences
 from tests.chaos.relay import Relay, every
 from tests.chaos.workload import late_text
 
+ROOT = Path(__file__).resolve().parent.parent.parent
+SHORT_SECONDS = 600.0
 PATIENCE_SECONDS = 10.0
+
+
+@pytest.mark.slow
+def test_streams_come_to_the_identical_end_whatever_is_done_to_the_line(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    with output.open("wb") as file:
+        code = subprocess.run(
+            [sys.executable, "-m", "tests.chaos", "--short", "--logs", str(tmp_path / "logs")],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            timeout=SHORT_SECONDS,
+        ).returncode
+    assert code == 0, output.read_text(errors="replace")[-20_000:]
 
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
