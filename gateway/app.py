@@ -105,7 +105,12 @@ class Gateway:
     def _make_waiting_room(self, settings: Settings) -> WaitingRoom:
         places = EnginePlaces(self.lanes.ready_engines)
         bounds = QueueBounds(places, settings.max_queued_requests, settings.max_queued_tokens)
-        room = WaitingRoom(places, bounds, num_sampled=lambda: self.metrics.completion_tokens)
+        room = WaitingRoom(
+            places,
+            bounds,
+            num_sampled=lambda: self.metrics.completion_tokens,
+            recovery_seconds=settings.recovery_seconds,
+        )
         self.lanes.on_loads = room.look_soon
         return room
 

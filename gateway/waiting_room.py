@@ -24,14 +24,13 @@ WAIT_SECONDS: Final = (
 )  # fmt: skip
 # Engines report with each step; this is for those that have nothing to say.
 _LOOK_AGAIN_SECONDS: Final = 0.05
-# How long requests wait for engines that are all away: they may be restarting.
-_RECOVERY_SECONDS: Final = 60.0
 
 
 class WaitingRoom:
     """All counts are of sequences: a request with several choices or prompts is that many.
 
-    num_sampled: tokens that were sampled since the beginning.
+    num_sampled: tokens that were sampled since the beginning. recovery_seconds: how long requests
+    wait while there is no engine at all.
     """
 
     def __init__(
@@ -39,12 +38,14 @@ class WaitingRoom:
         places: EnginePlaces,
         bounds: QueueBounds,
         num_sampled: Callable[[], int],
+        recovery_seconds: float,
     ) -> None:
         loop = asyncio.get_running_loop()
         self._clock = loop.time
         self._places = places
         self._bounds = bounds
         self._num_sampled = num_sampled
+        self._recovery_seconds = recovery_seconds
         self._saw_engines_at = self._clock()
         self.waits = Histogram(
             "tokenline_admission_wait_seconds",
@@ -193,7 +194,7 @@ class WaitingRoom:
         self._timer = None
         if self._places.has_engines:
             self._saw_engines_at = self._clock()
-        elif self._clock() - self._saw_engines_at > _RECOVERY_SECONDS:
+        elif self._clock() - self._saw_engines_at > self._recovery_seconds:
             while self.queue.num_requests:
                 self.queue.pop().item.fail(no_engine())
         self.look()
@@ -214,9 +215,7 @@ class WaitingRoom:
                 del self._coming[visit.tenant]
 
     def _expected_output(self, visit: Visit, max_tokens: int) -> int:
-        """A client that names no limit is expected to get answers of the usual length."""
-        if visit.job.max_tokens is not None:
-            return max_tokens
+        """Of the usual length. A client's limit is often generous, and says no more than that."""
         return min(max_tokens, math.ceil(self.drain.output_tokens * visit.num_sequences))
 
     def _is_below_its_share(self, visit: Visit) -> bool:

@@ -243,7 +243,7 @@ async def test_the_tokens_that_wait_are_bounded_too(valkey: Valkey, redis_prefix
         tasks = [gated.send(f"r{number}") for number in range(4)]
         await gated.until_started(4)
         # A request of any length may be the one that waits.
-        tasks.append(gated.send("long", max_tokens=2000))
+        tasks.append(gated.send("long", prompt="x " * 600))
         await gated.until_waiting(1)
         assert (await gated.send("next", max_tokens=10)).status_code == 429
         text = (await gated.line.client.get("/metrics")).text

@@ -69,7 +69,9 @@ def engine(max_num_seqs: int, **load: int) -> EngineLane:
 
 def room_of(*engines: EngineLane, max_sequences: int = 1) -> WaitingRoom:
     places = EnginePlaces(lambda: engines)
-    return WaitingRoom(places, QueueBounds(places, max_sequences, 0), num_sampled=lambda: 0)
+    return WaitingRoom(
+        places, QueueBounds(places, max_sequences, 0), num_sampled=lambda: 0, recovery_seconds=60.0
+    )
 
 
 async def wait_for_turn(room: WaitingRoom, lane: EngineLane, **fields: Any) -> None:
