@@ -301,15 +301,16 @@ async def test_encodings_wait_for_each_other_and_a_cancelled_one_never_runs() ->
     async with serving(encoder=SlowEncoder(byte_level())) as stub:
         running = [asyncio.ensure_future(stub.Encode(text(f"run {i}"))) for i in range(2)]
         await until(lambda: len(encoded) == 2)
+        num_tasks = len(asyncio.all_tasks())
         waiting = [asyncio.ensure_future(stub.Encode(text(f"wait {i}"))) for i in range(4)]
+        # Each call is a task here, and one in the server, which is in this process.
+        await until(lambda: len(asyncio.all_tasks()) == num_tasks + 8)
         given_up = [asyncio.ensure_future(stub.Encode(text(f"cancel {i}"))) for i in range(4)]
-        for _ in range(20):
-            await stub.GetStatus(pb.GetStatusRequest())
+        await until(lambda: len(asyncio.all_tasks()) == num_tasks + 16)
         for call in given_up:
             call.cancel()
         await asyncio.gather(*given_up, return_exceptions=True)
-        for _ in range(20):
-            await stub.GetStatus(pb.GetStatusRequest())
+        await until(lambda: len(asyncio.all_tasks()) == num_tasks + 8)
         assert len(encoded) == 2
         release.set()
         await asyncio.gather(*running, *waiting)
