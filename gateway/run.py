@@ -141,8 +141,12 @@ class Run:
             error = as_typed(failure)
         finally:
             self.log.end(error)
-            if error is not None and self.call.key_digest and not _is_answer(error):
-                self._ledger.unclaim(self.call.key_digest)
+            if error is not None and self.call.key_digest:
+                if not _is_answer(error):
+                    self._ledger.unclaim(self.call.key_digest)
+                elif self._is_ours:
+                    # It may have ended before it had started; its claim needs an end to show.
+                    self._track()
 
     async def _generate(self) -> None:
         """Until the run has ended here, or another gateway has taken it."""

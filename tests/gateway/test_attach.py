@@ -279,6 +279,22 @@ async def test_a_client_may_read_along_at_any_gateway(valkey: Valkey, redis_pref
         assert len(line.detok.submitted) == 1
 
 
+@pytest.mark.parametrize("wrong", [{"max_tokens": 1_000_000}, {"timeout": 0.000_001}])
+async def test_a_request_that_ended_before_it_started_is_answered_by_any_gateway(
+    valkey: Valkey, redis_prefix: str, wrong: dict[str, float]
+) -> None:
+    async with two_gateways(valkey, redis_prefix, Counting()) as (line, other):
+        headers = {"idempotency-key": "k"}
+        async with asyncio.timeout(20):
+            first, again = [
+                await client.post(PATH, json={**BODY, **wrong}, headers=headers)
+                for client in (other.client, line.client)
+            ]
+        assert first.status_code in (400, 408)
+        assert (again.status_code, again.json()) == (first.status_code, first.json())
+        assert not line.detok.submitted
+
+
 async def test_a_client_that_read_along_and_left_may_come_again(
     valkey: Valkey, redis_prefix: str
 ) -> None:
