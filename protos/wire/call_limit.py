@@ -22,6 +22,11 @@ class CallLimit(grpc.aio.UnaryUnaryClientInterceptor):
     ) -> Any:
         async with self._turns:
             call = await continuation(client_call_details, request)
-            # Until its end, however it ends; a cancel of the waiting cancels the call.
-            await call.code()
+            try:
+                # Until its end, however it ends.
+                await call.code()
+            except asyncio.CancelledError:
+                # To give up the waiting alone would leave the server at work for nobody.
+                call.cancel()
+                raise
             return call
