@@ -73,6 +73,12 @@ class RunFinder:
         batch.command("GET", self._keys.call(request_id), binary=True)
         fields, found = await batch.execute()
         calls = [_decode_call(found)] if found is not None else []
+        # Another request may have had the id since: what there is under it is not the claim's then.
+        is_reused = claimed is not None and (
+            fields.get("incarnation", claimed.incarnation) != claimed.incarnation
+        )
+        if is_reused:
+            fields, calls = {}, []
         calls += [claimed] if claimed is not None else []
         incarnation = fields.get("incarnation") or (calls[0].incarnation if calls else "")
         call = next((call for call in calls if call.incarnation == incarnation), None)
@@ -89,6 +95,8 @@ class RunFinder:
         if not alive and not entries:
             entries = await self._earlier_log(request_id, incarnation, epoch)
         ended = bool(entries) and entries[-1] == END
+        if is_reused and not (alive or ended):
+            return None
         return StoredRun(
             request_id=request_id,
             incarnation=incarnation,

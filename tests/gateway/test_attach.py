@@ -295,6 +295,21 @@ async def test_a_request_that_ended_before_it_started_is_answered_by_any_gateway
         assert not line.detok.submitted
 
 
+async def test_a_key_keeps_its_answer_when_another_request_uses_the_id_again(
+    valkey: Valkey, redis_prefix: str
+) -> None:
+    async with two_gateways(valkey, redis_prefix, Counting()) as (line, other):
+        ours = {"idempotency-key": "k", "x-request-id": "same"}
+        line.detok.script = pieces("ours")
+        first = await other.client.post(PATH, json=BODY, headers=ours)
+        line.detok.script = pieces("theirs")
+        theirs = {"idempotency-key": "l", "x-request-id": "same"}
+        second = await line.client.post(PATH, json=BODY, headers=theirs)
+        again = await line.client.post(PATH, json=BODY, headers=ours)
+        assert (whole_text(first), whole_text(second)) == ("ours", "theirs")
+        assert again.content == first.content
+
+
 async def test_a_client_that_read_along_and_left_may_come_again(
     valkey: Valkey, redis_prefix: str
 ) -> None:
