@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+from gateway.cancel_channel import is_meant
 from gateway.job import Job
 from gateway.live_request import LiveRequest
 from gateway.metrics import Metrics
@@ -84,10 +85,10 @@ class Admission:
         async with self._waiting_room.turn(visit, request, num_prompt_tokens, max_tokens):
             yield
 
-    def cancel(self, request_id: str, incarnation: str | None) -> None:
-        """Cancels a live request; `incarnation` None means whichever has the id."""
+    def cancel(self, request_id: str, incarnation: str) -> None:
+        """Cancels a live request, if `incarnation`, as in a cancel's message, means it."""
         request = self._live.get(request_id)
-        if request is not None and incarnation in (None, request.record.incarnation):
+        if request is not None and is_meant(request.record, incarnation):
             request.cancel()
 
     def cancel_all(self) -> None:
@@ -109,6 +110,7 @@ class Admission:
             model=job.model.name,
             seed=job.seed,
             num_choices=job.num_sequences,
+            tenant=job.tenant,
         )
 
     def _come_in(self, job: Job, seat: Seat) -> Visit:

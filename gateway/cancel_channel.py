@@ -12,11 +12,19 @@ from gateway.redis_client import AnyRedis
 
 logger = logging.getLogger(__name__)
 
-# Stands for any incarnation, in a flag and in a message.
-ANY_INCARNATION: Final = "*"
 # A subscription that has been silent this long is asked for a sign of life; twice, and it is dead.
 _SILENCE_SECONDS: Final = 1.0
 _BACKOFF_SECONDS: Final = 0.5
+
+
+def any_incarnation(tenant: str) -> str:
+    """Stands, in a flag and in a message, for whichever request of the tenant has the id."""
+    return f"*{tenant}"
+
+
+def is_meant(record: RequestRecord, incarnation: str) -> bool:
+    """Whether a flag or message with this `incarnation` and the record's id is about it."""
+    return incarnation in (record.incarnation, any_incarnation(record.tenant))
 
 
 class CancelChannel:
@@ -27,7 +35,7 @@ class CancelChannel:
         redis: AnyRedis,
         keys: LedgerKeys,
         live_records: Callable[[], Iterable[RequestRecord]],
-        on_cancel: Callable[[str, str | None], None],
+        on_cancel: Callable[[str, str], None],
     ) -> None:
         self._redis = redis
         self._keys = keys
@@ -36,7 +44,7 @@ class CancelChannel:
 
     def take_flag(self, record: RequestRecord, flag: str | None) -> None:
         """Cancels `record`'s request when the durable flag means it."""
-        if flag in (ANY_INCARNATION, record.incarnation):
+        if flag is not None and is_meant(record, flag):
             self._on_cancel(record.id, record.incarnation)
 
     async def run(self) -> None:
@@ -71,8 +79,9 @@ class CancelChannel:
                 # Also after redis-py has reconnected by itself: look up what was missed.
                 await self._look_up_flags()
             elif message["type"] == "message":
-                incarnation, _, request_id = message["data"].partition(" ")
-                self._on_cancel(request_id, None if incarnation == ANY_INCARNATION else incarnation)
+                # Ids hold no blanks; names of API keys may.
+                incarnation, _, request_id = message["data"].rpartition(" ")
+                self._on_cancel(request_id, incarnation)
 
     async def _look_up_flags(self) -> None:
         records = list(self._live_records())

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
-from gateway.cancel_channel import ANY_INCARNATION, CancelChannel
+from gateway.cancel_channel import CancelChannel, any_incarnation
 from gateway.ledger_keys import LedgerKeys
 from gateway.ledger_writer import LedgerWriter
 from gateway.liveness import Liveness
@@ -45,7 +45,7 @@ class Ledger:
         prefix: str,
         ttl_seconds: int,
         live_records: Callable[[], Iterable[RequestRecord]],
-        on_cancel: Callable[[str, str | None], None],
+        on_cancel: Callable[[str, str], None],
         owner: str,
     ) -> None:
         self.owner = owner
@@ -244,9 +244,9 @@ class Ledger:
             ended.finished_at = time.time()
             self.save(ended)
 
-    async def request_cancel_soon(self, request_ids: Sequence[str]) -> None:
+    async def request_cancel_soon(self, request_ids: Sequence[str], tenant: str) -> None:
         """Cancels requests of these ids that are just beginning somewhere."""
-        await self._flag(request_ids, ANY_INCARNATION, _SOON_SECONDS)
+        await self._flag(request_ids, any_incarnation(tenant), _SOON_SECONDS)
 
     async def _flag(self, request_ids: Sequence[str], incarnation: str, ttl_seconds: int) -> None:
         async with unavailable_when_away():

@@ -44,6 +44,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     model: str
     seed: int
     num_choices: int
+    # The name of the API key it came with; only the same key sees it. Empty where none is needed.
+    tenant: str = ""
     epoch: int = 1
     released: bool = False
     state: Stage = Stage.PREPROCESSING

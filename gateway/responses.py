@@ -140,7 +140,7 @@ class Responses:
             )
         if stored.is_live:
             with suppress(NotFound):
-                await self._requests.cancel_by_id(stored.request_id)
+                await self._requests.cancel_by_id(stored.request_id, tenant)
         deadline = time.monotonic() + _CANCEL_SECONDS
         while stored.is_live and time.monotonic() < deadline:
             await asyncio.sleep(_CANCEL_POLL_SECONDS)
@@ -152,7 +152,7 @@ class Responses:
         response_id = stored.response["id"]
         if stored.is_live:
             with suppress(NotFound):
-                await self._requests.cancel_by_id(stored.request_id)
+                await self._requests.cancel_by_id(stored.request_id, tenant)
         await self._store.delete(tenant, response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 

@@ -24,6 +24,7 @@ WAIT_SECONDS: Final = (
 )  # fmt: skip
 # Engines report with each step; this is for those that have nothing to say.
 _LOOK_AGAIN_SECONDS: Final = 0.05
+_NATURAL_ENDS: Final = ("stop", "length", "tool_calls")
 
 
 class WaitingRoom:
@@ -96,7 +97,8 @@ class WaitingRoom:
         if visit.num_tokens:
             used = record.num_prompt_tokens + record.num_output_tokens
             self.queue.settle(visit.tenant, used - visit.num_tokens)
-            if record.num_output_tokens:
+            # One that was given up says nothing of how long answers are.
+            if record.num_output_tokens and record.finish_reason in _NATURAL_ENDS:
                 self.drain.note_end(visit.num_sequences, record.num_output_tokens)
         self.look()
 

@@ -3,16 +3,19 @@
 import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
+from pathlib import Path
 
 import httpx2
 import pytest
 from redis.asyncio import Redis
 
+from gateway.new_api_key import entry
 from tests.fakes.gateway_line import (
     MODEL,
     GatewayLine,
     chunks_of,
     eventually,
+    gateway_line,
     is_finished,
     serving_gateway,
     streamed_text,
@@ -104,6 +107,35 @@ async def test_any_gateway_cancels_by_either_form_of_the_id(
     task = await start(line, "far", stream=True)
     await cancelled(other, form.format("far"))
     assert chunks_of(await task)[-1]["finish_reason"] == "cancelled"
+
+
+async def test_a_key_sees_and_cancels_its_own_requests_only(
+    valkey: Valkey, redis_prefix: str, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("\n".join(entry(name, name) for name in ("ann", "bob")))
+    async with gateway_line(valkey.url, redis_prefix=redis_prefix, api_keys=keys) as line:
+        line.detok.script = SILENT
+        line.client.headers["authorization"] = "Bearer ann"
+        task = await start(line, "hers", stream=True)
+        async with (
+            serving_gateway(line.settings) as port,
+            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30.0) as other,
+        ):
+            await until_ready(other)
+            await eventually(
+                lambda: other.get("/v1/requests/hers", headers={"authorization": "Bearer ann"}),
+                lambda answer: answer.status_code == 200,
+            )
+            for client in (line.client, other):
+                client.headers["authorization"] = "Bearer bob"
+                assert await live(client) == []
+                assert (await client.get("/v1/requests/hers")).status_code == 404
+                assert (await client.delete("/v1/requests/hers")).status_code == 404
+            line.client.headers["authorization"] = "Bearer ann"
+            assert [record["state"] for record in await live(line.client)] == ["waiting"]
+            await cancelled(line.client, "hers")
+            assert chunks_of(await task)[-1]["finish_reason"] == "cancelled"
 
 
 async def test_a_cancel_is_idempotent(line: GatewayLine, other: httpx2.AsyncClient) -> None:

@@ -90,7 +90,7 @@ async def all_are_refused(side: LedgerSide) -> None:
         lambda: ledger.find_run("one"),
         lambda: ledger.read_batches("one", "x", 1, 0),
         ledger.list_live,
-        lambda: ledger.request_cancel_soon(["one"]),
+        lambda: ledger.request_cancel_soon(["one"], ""),
     ]
     await asyncio.gather(*(refused(ask) for ask in asked))
 

@@ -430,7 +430,7 @@ async def test_no_key_is_without_a_time_to_live(
         runs.append((record, run))
         if number % 2 == 0:
             one.ledger.unclaim(f"d{number}")
-    await one.ledger.request_cancel_soon(["nobody"])
+    await one.ledger.request_cancel_soon(["nobody"], "")
     await one.ledger.request_cancel(runs[0][0])
     for number, (record, run) in enumerate(runs):
         if number % 3 == 0:
