@@ -67,9 +67,12 @@ class Promises:
                 return True
         return False
 
-    def make(self, keys: tuple[bytes, ...], num_sequences: int, drain: float) -> int:
+    def make(
+        self, keys: tuple[bytes, ...], num_sequences: int, drain: float, not_before: float = 0.0
+    ) -> int:
         """In how many whole seconds a client is to come back, while `drain` sequences end a second.
 
+        not_before: seconds until the first of those that run is expected to end.
         The first key is the client's own: the same again is told the same time again.
         """
         self._lapse()
@@ -79,8 +82,9 @@ class Promises:
             return max(1, math.ceil(own[0].due_at - now))
         if self.num_open >= MAX_PROMISES:
             return MAX_SECONDS
-        seconds = self._reserve(math.floor(now), num_sequences, drain)
-        if seconds is None:
+        second = self._reserve(math.floor(now + not_before), num_sequences, drain)
+        seconds = second - math.floor(now) if second is not None else MAX_SECONDS
+        if second is None or seconds > MAX_SECONDS:
             return MAX_SECONDS
         due_at = now + seconds
         grace = _GRACE_SECONDS + _GRACE_SHARE * seconds
@@ -92,7 +96,7 @@ class Promises:
         return seconds
 
     def _reserve(self, start: int, num_sequences: int, drain: float) -> int | None:
-        """Fills up the seconds after `start`; the number of the one that the last sequence is in.
+        """Fills up the seconds after `start`; the one that the last sequence is in.
 
         None if they do not suffice.
         """
@@ -108,7 +112,7 @@ class Promises:
             if num_sequences <= 0:
                 for taken, count in reserved:
                     self._num_promised[taken] = self._num_promised.get(taken, 0) + count
-                return second - start
+                return second
         return None
 
     def _lapse(self) -> None:

@@ -62,6 +62,8 @@ class WaitingRoom:
         self._num_coming = 0
         # Allowed to start, but not yet seen at an engine.
         self._num_granted = 0
+        # Requests whose turn has come, in this order.
+        self._started_at: dict[Visit, float] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._is_looking_soon = False
 
@@ -94,6 +96,7 @@ class WaitingRoom:
     def leave(self, visit: Visit, record: RequestRecord) -> None:
         """The request has ended, wherever it was."""
         self._arrive(visit)
+        self._started_at.pop(visit, None)
         if visit.num_tokens:
             used = record.num_prompt_tokens + record.num_output_tokens
             self.queue.settle(visit.tenant, used - visit.num_tokens)
@@ -138,6 +141,7 @@ class WaitingRoom:
         try:
             await place.granted
             visit.num_tokens = num_tokens
+            self._started_at[visit] = self._clock()
             self.waits.observe(self._clock() - began)
             yield
         finally:
@@ -149,7 +153,9 @@ class WaitingRoom:
         """What a request is told that cannot come in, with the time when it can."""
         self.num_refused[reason] += 1
         drain = self.sequences_per_second
-        seconds = self.promises.make(visit.keys, visit.num_sequences, drain)
+        seconds = self.promises.make(
+            visit.keys, visit.num_sequences, drain, self._seconds_to_first_end
+        )
         return QueueFull(
             f"{self.queue.num_requests} requests are waiting for an engine, which is as many as "
             f"can be served soon; try again in {seconds} s.",
@@ -164,6 +170,15 @@ class WaitingRoom:
     def sequences_per_second(self) -> float:
         """How many end, of those that run now."""
         return self.drain.sequences_per_second(self._places.num_running + self._num_granted)
+
+    @property
+    def _seconds_to_first_end(self) -> float:
+        """Nothing drains while all that run have just begun."""
+        first = next(iter(self._started_at.values()), None)
+        if first is None:
+            return 0.0
+        length = self.drain.output_tokens / self.drain.tokens_per_second(1)
+        return max(0.0, first + length - self._clock())
 
     def look(self) -> None:
         """Lets in as many as there are places for."""

@@ -37,6 +37,15 @@ def test_a_slow_line_spreads_them_over_many_seconds() -> None:
     assert all(later - sooner == 4 for sooner, later in pairwise(told))
 
 
+def test_nobody_is_told_to_come_before_the_first_is_expected_to_end() -> None:
+    clock = Clock()
+    promises = Promises(clock)
+    told = [promises.make(keys(number), 1, 4.0, not_before=6.5) for number in range(20)]
+    assert told[0] >= 7
+    assert told == sorted(told)
+    assert promises.make(keys("late"), 1, 4.0, not_before=1000.0) == MAX_SECONDS
+
+
 def test_who_comes_in_time_is_known_by_its_id_or_by_what_it_asks() -> None:
     clock = Clock()
     promises = Promises(clock)
