@@ -56,8 +56,9 @@ def decode_call(stored: bytes) -> Call:
 def new_call(request: Request, endpoint: str, body: bytes) -> Call:
     """The call of a request whose body was read. Raises InvalidRequest for an id of no use."""
     identity: Identity = checked_identity(request)
-    key = request.headers.get("idempotency-key")
-    digest = "" if key is None else _key_digest(key, endpoint, identity.tenant)
+    # Several headers are one with commas between, as in all of HTTP, and that is no key.
+    keys = request.headers.getlist("idempotency-key")
+    digest = _key_digest(", ".join(keys), endpoint, identity.tenant) if keys else ""
     return Call(
         endpoint=endpoint,
         body=body,
