@@ -3,6 +3,7 @@
 A closed loop, as many clients as the engine runs at once, gives the latency at capacity and the
 requests per second. Then an open loop sends ten times as many per second, each client on its own
 connection. Some of those that are refused come again when Retry-After says; the rest go away.
+Exits with 1 where the served take over twice their time at capacity, or promises are not kept.
 """
 
 import argparse
@@ -28,6 +29,10 @@ from tests.bench.processes import Processes
 
 CONSOLE = Console()
 PROMPT_TOKENS = 8
+# Times the latency at capacity, median to median and p99 to p99.
+MAX_SLOWDOWN = 2.0
+# Of the refused who come again when told, those who are served then.
+MIN_KEPT_SHARE = 0.95
 # Nobody waits longer for what was promised once the load is over.
 MAX_WAIT_SECONDS = 120.0
 _STATUS = re.compile(rb"HTTP/1\.1 (\d+)")
@@ -171,7 +176,33 @@ async def _measure(load: Load, arguments: argparse.Namespace) -> None:
     first, obedience = await load.open_loop(
         per_second * arguments.factor, arguments.seconds, arguments.obedient
     )
-    _print(arguments, capacity, per_second, first, obedience)
+    if {200, 429} <= {answer.status for answer in first}:
+        _print(arguments, capacity, per_second, first, obedience)
+    faults = _faults(capacity, first, obedience)
+    for fault in faults:
+        CONSOLE.print(f"[red]{fault}[/red]")
+    if faults:
+        raise SystemExit(1)
+
+
+def _faults(capacity: list[float], first: list[Answer], obedience: Obedience) -> list[str]:
+    """What does not hold, in sentences."""
+    served = [answer.seconds for answer in first if answer.status == 200]
+    refused = [answer for answer in first if answer.status == 429]
+    faults = []
+    if len(served) + len(refused) < len(first):
+        faults.append("some answers were neither 200 nor 429")
+    if not served or not refused or not obedience.num_refused:
+        return [*faults, "this was no overload: nobody was served, or nobody was refused"]
+    if statistics.median(served) > MAX_SLOWDOWN * statistics.median(capacity):
+        faults.append(f"the median of the served is over {MAX_SLOWDOWN:g} times that at capacity")
+    if _p99(served) > MAX_SLOWDOWN * _p99(capacity):
+        faults.append(f"the p99 of the served is over {MAX_SLOWDOWN:g} times that at capacity")
+    if any(not answer.retry_after_seconds for answer in refused):
+        faults.append("a 429 did not say when to come again")
+    if obedience.num_served_at_once < MIN_KEPT_SHARE * obedience.num_refused:
+        faults.append(f"under {MIN_KEPT_SHARE:.0%} of those who came when told were served then")
+    return faults
 
 
 def _print(
