@@ -157,8 +157,10 @@ class RunFinder:
             return False
         batch = Batch(self._redis)
         batch.command("HGET", self._keys.record(held.request_id), "incarnation")
-        (incarnation,) = await batch.execute()
-        return bool(incarnation != held.incarnation)
+        # Its log stays under its own name, whoever has used the request's id since.
+        batch.command("EXISTS", self._keys.log(held.request_id, held.incarnation, 1))
+        incarnation, has_log = await batch.execute()
+        return bool(incarnation != held.incarnation) and not has_log
 
     async def _earlier_log(self, request_id: str, incarnation: str, epoch: int) -> list[bytes]:
         """Of the last owner that wrote anything."""

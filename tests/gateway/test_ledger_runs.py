@@ -188,6 +188,27 @@ async def test_a_claim_of_a_finished_run_stays(one: LedgerSide, two: LedgerSide)
         assert stored.ended
 
 
+async def test_a_claim_stays_when_another_request_uses_the_id_again(
+    one: LedgerSide, two: LedgerSide
+) -> None:
+    claim = await one.ledger.claim("digest", "body", "one", b"call")
+    record = one.begin(incarnation=claim.incarnation)
+    one.ledger.track(FakeRun(incarnation=claim.incarnation, written=[b"a"], ended=True), b"call")
+    one.finish(record)
+    await until(lambda: one.ledger._runs.find(claim.incarnation) is None)
+    two.begin(incarnation="other")
+    await eventually(
+        lambda: one.ledger.find("one"),
+        lambda found: found is not None and found.incarnation == "other",
+    )
+    for side in (one, two):
+        again = await side.ledger.claim("digest", "body", "two", b"call")
+        assert (again.is_new, again.incarnation) == (False, claim.incarnation)
+        stored = await side.ledger.find_run("one", again)
+        assert stored is not None
+        assert (stored.batches, stored.ended) == ([b"a"], True)
+
+
 async def test_a_run_whose_owner_is_gone_is_taken_by_one_and_written_on(
     one: LedgerSide, two: LedgerSide, redis: Redis, redis_prefix: str
 ) -> None:
