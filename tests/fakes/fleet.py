@@ -19,6 +19,7 @@ from protos.engine.v1 import engine_pb2
 from protos.wire.server import GrpcServer
 from tests.fakes.detok_line import Answer, token_bytes
 from tests.fakes.engine_script import Script
+from tests.fakes.open_calls import OpenCalls
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.scripted_tokenizer import ScriptedTokenizer
 from tests.fakes.tiny_tokenizers import byte_level
@@ -53,22 +54,13 @@ class RealDetok(DetokService):
 
     def __init__(self, tokens: TokenBytes, engines: EngineLinks) -> None:
         super().__init__(IDENTITY, tokens, engines)
-        self._calls: set[asyncio.Task[None]] = set()
+        self._calls = OpenCalls()
 
     async def Generate(self, request_iterator: Any, context: Any) -> None:
-        serving = asyncio.create_task(super().Generate(request_iterator, context))
-        self._calls.add(serving)
-        try:
-            await asyncio.wait({serving})
-        finally:
-            self._calls.discard(serving)
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
+        await self._calls.serve(super().Generate(request_iterator, context))
 
     def cut(self) -> None:
-        """Ends every open stream, as a crash would; new ones are taken."""
-        for call in self._calls:
-            call.cancel()
+        self._calls.cut()
 
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[str]:

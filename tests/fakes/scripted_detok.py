@@ -12,6 +12,7 @@ from protos.wire.errors import TokenlineError, to_proto
 from protos.wire.multiplex_server import Outbox, serve_stream
 from protos.wire.server import GrpcServer
 from protos.wire.stream_adapter import detok_adapter
+from tests.fakes.open_calls import OpenCalls
 
 DetokOutbox = Outbox[detok_pb2.Submit, detok_pb2.Output]
 SERVICE = "protos.detok.v1.DetokService"
@@ -141,28 +142,17 @@ class ScriptedDetok(detok_pb2_grpc.DetokServiceServicer):
         self.live: list[detok_pb2.Submit] = []
         self.aborted: list[detok_pb2.Submit] = []
         self.loads: list[detok_pb2.EngineLoadReport] = []
-        self._calls: set[asyncio.Task[None]] = set()
+        self._calls = OpenCalls()
 
     def script_of(self, submit: detok_pb2.Submit) -> DetokScript:
         return self.script(submit) if callable(self.script) else self.script
 
     async def Generate(self, request_iterator: Any, context: Any) -> None:
         adapter = detok_adapter(lambda: self.loads)
-        serving = asyncio.create_task(
-            serve_stream(request_iterator, context, _Stream(self), adapter)
-        )
-        self._calls.add(serving)
-        try:
-            await asyncio.wait({serving})
-        finally:
-            self._calls.discard(serving)
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
+        await self._calls.serve(serve_stream(request_iterator, context, _Stream(self), adapter))
 
     def cut(self) -> None:
-        """Ends every open stream, as a crash would; new ones are taken."""
-        for call in self._calls:
-            call.cancel()
+        self._calls.cut()
 
     async def GetStatus(self, request: Any, context: Any) -> detok_pb2.GetStatusResponse:
         return detok_pb2.GetStatusResponse(model=self.model)
