@@ -25,14 +25,14 @@ def keys(name: object, asked: object = None) -> tuple[bytes, bytes]:
 
 def test_the_kth_is_told_when_k_of_them_have_drained() -> None:
     promises = Promises(Clock())
-    told = [promises.make(keys(number), 1, drain=4.0) for number in range(40)]
-    # At first half of the promises are expected to be kept, and half of the drain is for them.
+    told = [promises.make(keys(number), 1, drain=5.0) for number in range(40)]
+    # At first half of the promises are expected to be kept, and two fifths of the drain are for them.
     assert told == [second for second in range(1, 11) for _ in range(4)]
 
 
 def test_a_slow_line_spreads_them_over_many_seconds() -> None:
     promises = Promises(Clock())
-    told = [promises.make(keys(number), 1, drain=0.25) for number in range(10)]
+    told = [promises.make(keys(number), 1, drain=0.3125) for number in range(10)]
     assert told == sorted(told)
     assert all(later - sooner == 4 for sooner, later in pairwise(told))
 
