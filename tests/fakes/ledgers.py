@@ -6,12 +6,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from redis.asyncio import Redis
+
 from gateway.ledger import Ledger
 from gateway.records import RequestRecord, Stage
 from gateway.redis_client import open_redis
+from gateway.run_store import StoredRun
+from tests.fakes.gateway_line import eventually
 
 PREFIX = "t:"
 TTL_SECONDS = 600
+OWNER_A, OWNER_B = "a:1#aaaaaaaa01", "b:1#bbbbbbbb01"
 
 
 def make_record(request_id: str = "one", owner: str = "", **fields: object) -> RequestRecord:
@@ -99,3 +104,31 @@ async def ledger_side(url: str, owner: str, prefix: str = PREFIX) -> AsyncIterat
         finally:
             if not side.is_dead:
                 await ledger.__aexit__(None, None, None)
+
+
+async def found_run(ledger: Ledger, request_id: str = "one") -> StoredRun:
+    run = await ledger.find_run(request_id)
+    assert run is not None
+    return run
+
+
+async def die_and_lapse(side: LedgerSide, redis: Redis, prefix: str) -> None:
+    """As SIGKILL, and its liveness key has lapsed since."""
+    await side.die()
+    await redis.delete(f"{prefix}gateway:{side.ledger.owner}")
+
+
+async def begin_run(side: LedgerSide, *batches: bytes) -> FakeRun:
+    """A run of that side, and these batches of it in Redis."""
+    record = side.begin()
+    run = FakeRun(incarnation=record.incarnation, written=list(batches))
+    side.ledger.track(run, b"call")
+
+    async def ask() -> StoredRun | None:
+        return await side.ledger.find_run("one")
+
+    await eventually(
+        ask, lambda stored: stored is not None and stored.batches == list(batches)
+        and stored.record is not None,
+    )  # fmt: skip
+    return run

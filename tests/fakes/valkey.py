@@ -1,9 +1,12 @@
 """A real Valkey server for tests, which can be killed and started again on its port."""
 
+import os
+import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -63,6 +66,15 @@ class Valkey:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    @contextmanager
+    def hanging(self) -> Iterator[None]:
+        """It holds its connections and answers nothing."""
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
 
     def _answers(self) -> bool:
         try:

@@ -2,12 +2,16 @@
 
 import itertools
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from redis.asyncio import Redis
 
 from tests.fakes.gateway_line import GatewayLine, gateway_line
+from tests.fakes.ledgers import OWNER_A, OWNER_B, LedgerSide, ledger_side
 from tests.fakes.valkey import Valkey
+from tests.fakes.waiting import until
 
 _prefixes = itertools.count()
 
@@ -15,6 +19,13 @@ _prefixes = itertools.count()
 @pytest.fixture(scope="session")
 def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
     with Valkey(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture
+def own_valkey(tmp_path: Path) -> Iterator[Valkey]:
+    """One that no other test uses."""
+    with Valkey(tmp_path) as server:
         yield server
 
 
@@ -35,3 +46,25 @@ async def module_line(valkey: Valkey) -> AsyncIterator[GatewayLine]:
 async def line(valkey: Valkey, redis_prefix: str) -> AsyncIterator[GatewayLine]:
     async with gateway_line(valkey.url, redis_prefix=redis_prefix) as running:
         yield running
+
+
+@pytest.fixture
+async def redis(valkey: Valkey) -> AsyncIterator[Redis]:
+    async with Redis.from_url(valkey.url) as client:
+        yield client
+
+
+@pytest.fixture
+async def one(valkey: Valkey, redis_prefix: str) -> AsyncIterator[LedgerSide]:
+    """The ledger of one gateway."""
+    async with ledger_side(valkey.url, OWNER_A, redis_prefix) as side:
+        await until(lambda: side.ledger.available)
+        yield side
+
+
+@pytest.fixture
+async def two(valkey: Valkey, redis_prefix: str) -> AsyncIterator[LedgerSide]:
+    """The ledger of another, on the same Redis."""
+    async with ledger_side(valkey.url, OWNER_B, redis_prefix) as side:
+        await until(lambda: side.ledger.available)
+        yield side

@@ -1,11 +1,7 @@
 """The record of a request in Redis: its stages, its time to live, and Redis away."""
 
 import asyncio
-import os
-import signal
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -34,12 +30,6 @@ SILENT = DetokScript([])
 async def redis(valkey: Valkey) -> AsyncIterator[Redis]:
     async with Redis.from_url(valkey.url, decode_responses=True) as client:
         yield client
-
-
-@pytest.fixture
-def own_valkey(tmp_path: Path) -> Iterator[Valkey]:
-    with Valkey(tmp_path) as server:
-        yield server
 
 
 @pytest.fixture
@@ -208,15 +198,6 @@ async def test_cancel_works_again_after_a_restart(
     assert (await task).json()["choices"][0]["finish_reason"] == "cancelled"
 
 
-@contextmanager
-def hanging(server: Valkey) -> Iterator[None]:
-    os.kill(server.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(server.pid, signal.SIGCONT)
-
-
 async def test_a_hung_redis_holds_up_no_request(
     own_valkey: Valkey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,7 +205,7 @@ async def test_a_hung_redis_holds_up_no_request(
     monkeypatch.setattr(redis_client, "TIMEOUT_SECONDS", 300.0)
     async with gateway_line(own_valkey.url) as line:
         await until_redis(line, "connected")
-        with hanging(own_valkey):
+        with own_valkey.hanging():
             for stream in (False, True):
                 assert (await line.chat(stream=stream)).status_code == 200
 
@@ -235,7 +216,7 @@ async def test_a_hung_redis_is_found_out(
     monkeypatch.setattr(redis_client, "TIMEOUT_SECONDS", 0.1)
     async with gateway_line(own_valkey.url) as line:
         await until_redis(line, "connected")
-        with hanging(own_valkey):
+        with own_valkey.hanging():
             assert (await line.client.get("/v1/requests")).status_code == 503
             await line.chat()
             await until_redis(line, "away")

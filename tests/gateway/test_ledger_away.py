@@ -5,9 +5,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 from redis.asyncio import Redis
@@ -27,21 +25,15 @@ BOUND_SECONDS = 5.0
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Valkey]:
-    with Valkey(tmp_path) as running:
-        yield running
-
-
-@pytest.fixture
-async def redis(server: Valkey) -> AsyncIterator[Redis]:
-    async with open_redis(server.url) as client:
+async def redis(own_valkey: Valkey) -> AsyncIterator[Redis]:
+    async with open_redis(own_valkey.url) as client:
         assert isinstance(client, Redis)
         yield client
 
 
 @pytest.fixture
-async def side(server: Valkey) -> AsyncIterator[LedgerSide]:
-    async with ledger_side(server.url, OWNER) as running:
+async def side(own_valkey: Valkey) -> AsyncIterator[LedgerSide]:
+    async with ledger_side(own_valkey.url, OWNER) as running:
         await until(lambda: running.ledger.available)
         yield running
 
@@ -95,15 +87,6 @@ async def all_are_refused(side: LedgerSide) -> None:
     await asyncio.gather(*(refused(ask) for ask in asked))
 
 
-@contextmanager
-def hanging(server: Valkey) -> Iterator[None]:
-    os.kill(server.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(server.pid, signal.SIGCONT)
-
-
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [
         "away" if "away" in record.getMessage() else "back"
@@ -113,17 +96,17 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 async def test_a_server_that_is_gone_and_comes_back_empty(
-    server: Valkey, redis: Redis, side: LedgerSide, caplog: pytest.LogCaptureFixture
+    own_valkey: Valkey, redis: Redis, side: LedgerSide, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     live = await begin(side, redis)
-    server.kill()
+    own_valkey.kill()
     await until(lambda: not side.ledger.available)
     for number in range(20):
         live.run.written.append(b"%d" % number)
         side.ledger.save(live.record)
     await all_are_refused(side)
-    server.start()
+    own_valkey.start()
     await eventually(lambda: live.is_whole(side, redis), bool)
     await until(lambda: side.ledger.available)
     assert said(caplog) == ["away", "back"]
@@ -152,11 +135,11 @@ async def test_a_server_that_was_emptied_without_anyone_noticing_a_failure(
 
 
 async def test_a_server_that_hangs(
-    server: Valkey, redis: Redis, side: LedgerSide, caplog: pytest.LogCaptureFixture
+    own_valkey: Valkey, redis: Redis, side: LedgerSide, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     live = await begin(side, redis)
-    with hanging(server):
+    with own_valkey.hanging():
         live.run.written.append(b"b")
         side.ledger.save(live.record)
         await all_are_refused(side)
@@ -170,10 +153,10 @@ async def test_a_server_that_hangs(
 
 
 async def test_a_finish_is_not_undone_by_what_was_sent_before_it_to_a_hung_server(
-    server: Valkey, redis: Redis, side: LedgerSide
+    own_valkey: Valkey, redis: Redis, side: LedgerSide
 ) -> None:
     live = await begin(side, redis)
-    with hanging(server):
+    with own_valkey.hanging():
         side.ledger.save(live.record)
         await until(lambda: not side.ledger.available)
         side.finish(live.record)
@@ -183,9 +166,9 @@ async def test_a_finish_is_not_undone_by_what_was_sent_before_it_to_a_hung_serve
     await eventually(lambda: side.ledger.find_run("one"), lambda run: run is not None and run.ended)
 
 
-async def test_a_server_that_is_slow_holds_the_same(server: Valkey, redis: Redis) -> None:
+async def test_a_server_that_is_slow_holds_the_same(own_valkey: Valkey, redis: Redis) -> None:
     async with (
-        delaying_relay(server.port, 0.2) as port,
+        delaying_relay(own_valkey.port, 0.2) as port,
         ledger_side(f"redis://127.0.0.1:{port}/0", OWNER) as side,
     ):
         live = await begin(side, redis)
@@ -230,22 +213,24 @@ async def test_a_key_that_is_not_the_ledgers_holds_up_nothing_else(
     assert side.ledger.available
 
 
-async def test_leaving_while_redis_hangs_takes_a_moment_only(server: Valkey, redis: Redis) -> None:
-    async with ledger_side(server.url, OWNER) as side:
+async def test_leaving_while_redis_hangs_takes_a_moment_only(
+    own_valkey: Valkey, redis: Redis
+) -> None:
+    async with ledger_side(own_valkey.url, OWNER) as side:
         await until(lambda: side.ledger.available)
         await begin(side, redis)
-        os.kill(server.pid, signal.SIGSTOP)
+        os.kill(own_valkey.pid, signal.SIGSTOP)
         side.begin("two")
         began = time.monotonic()
     assert time.monotonic() - began < 2 * BOUND_SECONDS
-    os.kill(server.pid, signal.SIGCONT)
+    os.kill(own_valkey.pid, signal.SIGCONT)
 
 
 async def test_a_cancelled_wait_costs_one_connection_at_most(
-    server: Valkey, side: LedgerSide, redis: Redis
+    own_valkey: Valkey, side: LedgerSide, redis: Redis
 ) -> None:
     await begin(side, redis)
-    with hanging(server):
+    with own_valkey.hanging():
         for _ in range(50):
             wait = asyncio.create_task(side.ledger.find("two"))
             await asyncio.sleep(0)
