@@ -31,17 +31,10 @@ WEATHER: Any = {
 CALL = ["<tool_call>\n", '{"name": "weather", ', '"arguments": {"city": "Rome"}}', "\n</tool_call>"]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def module_line(valkey: Valkey) -> AsyncIterator[GatewayLine]:
-    settings: Any = {"tool_call_format": "hermes", "reasoning": "on"}
-    async with gateway_line(valkey.url, redis_prefix="messages:", **settings) as running:
-        yield running
-
-
 @pytest.fixture
-def line(module_line: GatewayLine) -> GatewayLine:
-    module_line.reset()
-    return module_line
+def line(tool_line: GatewayLine) -> GatewayLine:
+    tool_line.reset()
+    return tool_line
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -1,29 +1,25 @@
 """/v1/responses as OpenAI's own client uses it, on one gateway and on another."""
 
-import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-import pytest_asyncio
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
 from gateway.new_api_key import entry
 from protos.common.v1 import common_pb2
 from protos.wire.errors import InternalError
-from tests.fakes.gateway_line import MODEL, GatewayLine, eventually, gateway_line, serving_gateway
+from tests.fakes.gateway_line import MODEL, GatewayLine, gateway_line
+from tests.fakes.openai_client import client_of, second_gateway
 from tests.fakes.scripted_detok import DetokScript, output, pieces
 from tests.fakes.valkey import Valkey
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH
-STOP = common_pb2.FINISH_REASON_STOP
 WEATHER: Any = {
     "type": "function",
     "name": "weather",
@@ -39,37 +35,10 @@ WEATHER: Any = {
 CALL = ["<tool_call>\n", '{"name": "weather", ', '"arguments": {"city": "Rome"}}', "\n</tool_call>"]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def module_line(valkey: Valkey) -> AsyncIterator[GatewayLine]:
-    settings: Any = {"tool_call_format": "hermes", "reasoning": "on"}
-    async with gateway_line(valkey.url, redis_prefix="responses:", **settings) as running:
-        yield running
-
-
 @pytest.fixture
-def line(module_line: GatewayLine) -> GatewayLine:
-    module_line.reset()
-    return module_line
-
-
-def client_of(url: str, api_key: str = "none") -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key, max_retries=0)
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def client(line: GatewayLine) -> AsyncIterator[AsyncOpenAI]:
-    async with client_of(line.url) as made:
-        yield made
-
-
-@asynccontextmanager
-async def second_gateway(line: GatewayLine) -> AsyncIterator[AsyncOpenAI]:
-    """A client of another gateway of the same line."""
-    async with (
-        serving_gateway(line.settings) as port,
-        client_of(f"http://127.0.0.1:{port}") as made,
-    ):
-        yield made
+def line(tool_line: GatewayLine) -> GatewayLine:
+    tool_line.reset()
+    return tool_line
 
 
 def messages_of(line: GatewayLine) -> list[dict[str, Any]]:
@@ -257,89 +226,6 @@ async def test_logprobs_come_where_they_are_included(
     )
     sampling = line.detok.submitted[-1].record.sampling
     assert sampling.logprobs and sampling.top_logprobs == 2
-
-
-async def in_background(client: AsyncOpenAI, **fields: Any) -> Any:
-    return await client.responses.create(model=MODEL, input="hi", background=True, **fields)
-
-
-async def ended(client: AsyncOpenAI, response_id: str) -> Any:
-    return await eventually(
-        lambda: client.responses.retrieve(response_id),
-        lambda response: response.status not in ("queued", "in_progress"),
-    )
-
-
-async def test_a_background_response_ends_without_its_client(
-    line: GatewayLine, client: AsyncOpenAI
-) -> None:
-    gate = asyncio.Event()
-    line.detok.script = DetokScript([output("a"), output("b", finish=STOP)], gates={1: gate})
-    response = await in_background(client)
-    assert response.status == "queued" and response.background
-    with pytest.raises(openai.ConflictError):
-        await client.responses.create(model=MODEL, input="x", previous_response_id=response.id)
-    gate.set()
-    done = await ended(client, response.id)
-    assert done.status == "completed" and done.output_text == "ab"
-
-
-async def test_a_background_stream_is_taken_up_again_by_another_gateway(
-    line: GatewayLine, client: AsyncOpenAI
-) -> None:
-    gate = asyncio.Event()
-    line.detok.script = DetokScript([output("a"), output("b", finish=STOP)], gates={1: gate})
-    stream = await in_background(client, stream=True)
-    seen: list[Any] = []
-    async for event in stream:
-        seen.append(event)
-        if event.type == "response.output_text.delta":
-            break
-    await stream.close()
-    response_id = seen[0].response.id
-    async with second_gateway(line) as other:
-        rest = await other.responses.retrieve(
-            response_id, stream=True, starting_after=seen[-1].sequence_number
-        )
-        gate.set()
-        seen += [event async for event in rest]
-    assert [event.sequence_number for event in seen] == list(range(len(seen)))
-    assert seen[-1].type == "response.completed"
-    assert seen[-1].response.output_text == "ab"
-    for number in ("x", "-", "", "\N{SUPERSCRIPT TWO}", "9" * 11):
-        refused = await line.client.get(
-            f"/v1/responses/{response_id}", params={"stream": "true", "starting_after": number}
-        )
-        assert refused.status_code == 400
-        assert refused.json()["error"]["param"] == "starting_after"
-
-
-async def test_a_background_response_is_cancelled_by_any_gateway(
-    line: GatewayLine, client: AsyncOpenAI
-) -> None:
-    line.detok.script = DetokScript([output("a")])
-    response = await in_background(client)
-    async with second_gateway(line) as other:
-        cancelled = await other.responses.cancel(response.id)
-    assert cancelled.status == "cancelled"
-    assert (await client.responses.retrieve(response.id)).status == "cancelled"
-
-
-async def test_only_background_responses_are_cancelled_or_streamed_later(
-    line: GatewayLine, client: AsyncOpenAI
-) -> None:
-    response = await client.responses.create(model=MODEL, input="hi")
-    with pytest.raises(openai.BadRequestError):
-        await client.responses.cancel(response.id)
-    with pytest.raises(openai.BadRequestError):
-        await client.responses.retrieve(response.id, stream=True)
-
-
-async def test_a_background_failure_is_told(line: GatewayLine, client: AsyncOpenAI) -> None:
-    line.tokenizer.error = InternalError("No tokens.")
-    response = await in_background(client)
-    done = await ended(client, response.id)
-    assert done.status == "failed" and done.error.message == "No tokens."
 
 
 @pytest.mark.parametrize(

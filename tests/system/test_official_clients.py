@@ -21,8 +21,8 @@
 
 (*) in test_tools_and_structure.py. The last column: clients/openai_client.mjs, which is run by
 test_official_clients_node.py. What a real model does not show at will (thoughts, errors in
-mid-stream, background responses) the same clients see in tests/gateway/test_responses.py and
-test_messages.py.
+mid-stream, background responses) the same clients see in tests/gateway/test_responses.py,
+test_responses_background.py and test_messages.py.
 """
 
 import json
