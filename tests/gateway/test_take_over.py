@@ -4,6 +4,7 @@ import asyncio
 import json
 import signal
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx2
@@ -26,6 +27,9 @@ from tests.fakes.scripted_detok import pieces
 from tests.fakes.valkey import Valkey
 from tests.fakes.waiting import until
 
+KEY = {"idempotency-key": "k"}
+Event = tuple[str, Any]
+
 
 @pytest.fixture
 def script() -> Counting:
@@ -46,11 +50,25 @@ async def other(line: GatewayLine) -> AsyncIterator[GatewayProcess]:
         yield running
 
 
+@asynccontextmanager
+async def keyed_stream(
+    client: httpx2.AsyncClient, last: int
+) -> AsyncIterator[tuple[AsyncIterator[Event], list[Event]]]:
+    """A stream by key, and what was read of it: up to the event that covers `last` tokens."""
+    async with stream(client, **KEY) as events:
+        yield events, await read_until(events, last)
+
+
+def after(read: list[Event]) -> dict[str, str]:
+    """The headers that ask for the rest of a stream by key."""
+    return {**KEY, "last-event-id": read[-1][0]}
+
+
 @pytest.mark.parametrize("keyed", [True, False])
 async def test_a_stream_goes_on_at_another_gateway_when_its_own_is_killed(
     line: GatewayLine, other: GatewayProcess, script: Counting, keyed: bool
 ) -> None:
-    headers = {"idempotency-key": "k"} if keyed else {}
+    headers = dict(KEY) if keyed else {}
     async with stream(other.client, **headers) as events:
         first = await read_until(events, 6)
         # Without a key, all that is left of a request is what was written of it.
@@ -70,13 +88,12 @@ async def test_a_stream_goes_on_at_another_gateway_when_its_own_is_killed(
 async def test_a_client_may_read_along_at_any_gateway(
     line: GatewayLine, other: GatewayProcess, script: Counting
 ) -> None:
-    headers = {"idempotency-key": "k"}
-    async with stream(other.client, **headers) as events:
-        first = await read_until(events, 3)
-        headers["last-event-id"] = first[-1][0]
-        async with stream(line.client, **headers) as followed:
-            script.gate.set()
-            rest = [event async for event in followed]
+    async with (
+        keyed_stream(other.client, 3) as (_, first),
+        stream(line.client, **after(first)) as followed,
+    ):
+        script.gate.set()
+        rest = [event async for event in followed]
     assert_whole(first, rest)
     assert len(line.detok.submitted) == 1
 
@@ -85,10 +102,9 @@ async def test_a_client_may_read_along_at_any_gateway(
 async def test_a_request_that_ended_before_it_started_is_answered_by_any_gateway(
     line: GatewayLine, other: GatewayProcess, wrong: dict[str, float]
 ) -> None:
-    headers = {"idempotency-key": "k"}
     async with asyncio.timeout(20):
         first, again = [
-            await client.post(PATH, json={**BODY, **wrong}, headers=headers)
+            await client.post(PATH, json={**BODY, **wrong}, headers=KEY)
             for client in (other.client, line.client)
         ]
     assert first.status_code in (400, 408)
@@ -99,7 +115,7 @@ async def test_a_request_that_ended_before_it_started_is_answered_by_any_gateway
 async def test_a_key_keeps_its_answer_when_another_request_uses_the_id_again(
     line: GatewayLine, other: GatewayProcess
 ) -> None:
-    ours = {"idempotency-key": "k", "x-request-id": "same"}
+    ours = {**KEY, "x-request-id": "same"}
     line.detok.script = pieces("ours")
     first = await other.client.post(PATH, json=BODY, headers=ours)
     line.detok.script = pieces("theirs")
@@ -113,14 +129,11 @@ async def test_a_key_keeps_its_answer_when_another_request_uses_the_id_again(
 async def test_a_client_that_read_along_and_left_may_come_again(
     line: GatewayLine, other: GatewayProcess, script: Counting
 ) -> None:
-    headers = {"idempotency-key": "k"}
-    async with stream(other.client, **headers) as events:
-        first = await read_until(events, 3)
+    async with keyed_stream(other.client, 3) as (_, first):
         for _ in range(5):
-            async with stream(line.client, **headers) as followed:
-                await read_until(followed, 3)
-        headers["last-event-id"] = first[-1][0]
-        async with stream(line.client, **headers) as followed:
+            async with keyed_stream(line.client, 3):
+                pass
+        async with stream(line.client, **after(first)) as followed:
             script.gate.set()
             rest = [event async for event in followed]
     assert_whole(first, rest)
@@ -130,12 +143,9 @@ async def test_a_client_that_read_along_and_left_may_come_again(
 async def test_a_gateway_that_stood_still_follows_the_one_that_took_its_request(
     line: GatewayLine, other: GatewayProcess, script: Counting
 ) -> None:
-    headers = {"idempotency-key": "k"}
-    async with stream(other.client, **headers) as old:
-        first = await read_until(old, 6)
+    async with keyed_stream(other.client, 6) as (old, first):
         other.send_signal(signal.SIGSTOP)
-        async with stream(line.client, **headers) as new:
-            read = await read_until(new, 6)
+        async with keyed_stream(line.client, 6) as (new, read):
             await until(lambda: len(line.detok.submitted) == 2)
             other.send_signal(signal.SIGCONT)
             await until(lambda: len(line.detok.aborted) == 1, "the old one's sequence to end")
@@ -149,14 +159,11 @@ async def test_a_gateway_that_stood_still_follows_the_one_that_took_its_request(
 async def test_a_drained_gateway_hands_its_streams_over(
     line: GatewayLine, other: GatewayProcess, script: Counting
 ) -> None:
-    headers = {"idempotency-key": "k"}
-    async with stream(other.client, **headers) as events:
-        first = await read_until(events, 6)
+    async with keyed_stream(other.client, 6) as (events, first):
         stopping = asyncio.create_task(other.stop())
         with pytest.raises(httpx2.RemoteProtocolError):
             await anext(events)
-    headers["last-event-id"] = first[-1][0]
-    async with stream(line.client, **headers) as events:
+    async with stream(line.client, **after(first)) as events:
         await until(lambda: len(line.detok.submitted) == 2)
         script.gate.set()
         rest = [event async for event in events]
