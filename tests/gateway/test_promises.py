@@ -26,7 +26,7 @@ def keys(name: object, asked: object = None) -> tuple[bytes, bytes]:
 def test_the_kth_is_told_when_k_of_them_have_drained() -> None:
     promises = Promises(Clock())
     told = [promises.make(keys(number), 1, drain=5.0) for number in range(40)]
-    # At first half of the promises are expected to be kept, and two fifths of the drain are for them.
+    # At first half of the promises are expected to be kept; two fifths of the drain are for them.
     assert told == [second for second in range(1, 11) for _ in range(4)]
 
 
