@@ -56,7 +56,8 @@ class Connection:
             await asyncio.gather(
                 self._forward(caller[0], callee[1]), self._forward(callee[0], caller[1])
             )
-        except (OSError, TimeoutError):
+        # A RuntimeError is uvloop's word for a connection that was reset.
+        except (OSError, TimeoutError, RuntimeError):
             # One side failed, so the other must see a failure too, and not a clean end.
             self.reset()
         finally:

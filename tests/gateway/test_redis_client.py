@@ -1,6 +1,7 @@
 """Redis URLs of every form, against real servers."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -9,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from redis.asyncio import Redis
 
+from gateway.redis_batch import Batch
 from gateway.redis_client import open_redis
 from protos.wire.errors import StartupError, Unavailable
+from tests.chaos.relay import Relay
 from tests.fakes.gateway_line import eventually, gateway_line, whole_text
 from tests.fakes.ledgers import FakeRun, ledger_side
 from tests.fakes.valkey import Valkey, free_port
@@ -165,3 +169,49 @@ async def test_a_url_that_cannot_be_read_is_said_without_its_password(url: str) 
         async with open_redis("http://me:secret@host"):
             pass
     assert "secret" not in str(caught.value)
+
+
+@contextmanager
+def relay_in_a_thread(target_port: int) -> Iterator[tuple[Relay, asyncio.AbstractEventLoop]]:
+    relay = Relay(target_port)
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        runner.run(relay.open())
+        loop = runner.get_loop()
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        try:
+            yield relay, loop
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            runner.run(relay.close())
+
+
+def test_commands_outlive_a_reset_of_every_connection(valkey: Valkey) -> None:
+    num_rounds, num_callers = 10, 48
+
+    async def call(client: Any, number: int) -> list[Any]:
+        # Some wait for their replies at the moment of the reset, some come just after.
+        await asyncio.sleep(number / num_callers * 0.02)
+        batch = Batch(client)
+        batch.command("SET", f"key {number}", "value" * 1000)
+        batch.command("STRLEN", f"key {number}")
+        return await batch.execute()
+
+    async def calls(relay: Relay, loop: asyncio.AbstractEventLoop) -> list[Any]:
+        replies: list[Any] = []
+        async with open_redis(f"redis://{relay.address}/0") as client:
+            for _ in range(num_rounds):
+                callers = [asyncio.create_task(call(client, i)) for i in range(num_callers)]
+                await asyncio.sleep(0.01)
+                loop.call_soon_threadsafe(relay.reset)
+                replies += await asyncio.gather(*callers, return_exceptions=True)
+        return replies
+
+    # The loop that gateways run on: a write to a lost connection fails otherwise there.
+    with (
+        relay_in_a_thread(valkey.port) as (relay, loop),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        replies = runner.run(calls(relay, loop))
+    assert replies == [[True, 5000]] * num_rounds * num_callers
