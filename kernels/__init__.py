@@ -3,9 +3,16 @@
 import torch
 
 from kernels.cpu.backend import CpuKernels
-from kernels.ops import AttentionPlan, Kernels, PackedLinear
+from kernels.ops import AttentionPlan, Kernels, PackedLinear, StoredKind, StoredMatrix
 
-__all__ = ["AttentionPlan", "Kernels", "PackedLinear", "select_kernels"]
+__all__ = [
+    "AttentionPlan",
+    "Kernels",
+    "PackedLinear",
+    "StoredKind",
+    "StoredMatrix",
+    "select_kernels",
+]
 
 
 def select_kernels(device: torch.device) -> Kernels:

@@ -1,18 +1,22 @@
-"""GGUF files: metadata as a ModelConfig, tensors dequantised and by Hugging Face names."""
+"""GGUF files: metadata as a ModelConfig, tensors as stored or dequantised, by HF's names."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 from torch import Tensor
 
 from engine_svc.compute.model import config as model_config
 from engine_svc.compute.model.config import ModelConfig, RopeConfig
 from engine_svc.compute.model.config_checks import first_given, number, size, window
+from engine_svc.compute.model.gguf_header import GgufTensor, read_gguf
+from kernels import StoredKind, StoredMatrix
 from protos.wire.errors import StartupError
 
 # GGUF files of Mistral models say that they are Llama.
@@ -39,6 +43,15 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_STORED_KINDS = {
+    GGMLQuantizationType.F32: StoredKind.F32,
+    GGMLQuantizationType.F16: StoredKind.F16,
+    GGMLQuantizationType.BF16: StoredKind.BF16,
+    GGMLQuantizationType.Q4_0: StoredKind.Q4_0,
+    GGMLQuantizationType.Q4_1: StoredKind.Q4_1,
+    GGMLQuantizationType.Q4_K: StoredKind.Q4_K,
+    GGMLQuantizationType.Q8_0: StoredKind.Q8_0,
+}
 _ROPE_FACTORS = "rope_freqs.weight"
 # Rows dequantised at once: bounds what the temporaries of a large embedding take.
 _CHUNK_VALUES = 1 << 24
@@ -49,17 +62,15 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._reader = gguf.GGUFReader(path)
+            header = read_gguf(path)
         except OSError as error:
             raise StartupError(f"cannot read {path}: {error.strerror}") from error
-        # A damaged file can end the library's parser in any way.
-        except Exception as error:
+        except ValueError as error:
             raise StartupError(f"{path} is not a readable GGUF file: {_line(error)}") from error
         self.path = path
-        self._tensors = dict(self._named_tensors())
-        self._rope_factors = next(
-            (tensor for tensor in self._reader.tensors if tensor.name == _ROPE_FACTORS), None
-        )
+        self._metadata = header.metadata
+        self._tensors = dict(_named_tensors(header.tensors.values()))
+        self._rope_factors = header.tensors.get(_ROPE_FACTORS)
         try:
             if self._value("split.count", 1) > 1:
                 raise StartupError(
@@ -72,59 +83,73 @@ class GgufFile:
             ) from error
 
     @property
+    def files(self) -> list[Path]:
+        return [self.path]
+
+    @property
     def names(self) -> frozenset[str]:
         return frozenset(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(int(size) for size in reversed(self._tensors[name].shape))
+        return self._tensors[name].shape
+
+    def stored(self, name: str, kinds: Set[StoredKind]) -> StoredMatrix | None:
+        """See `WeightSource`. The rows stay in the memory map."""
+        tensor = self._tensors[name]
+        order = self._row_order(name)
+        kind = _STORED_KINDS.get(tensor.kind)
+        if kind in kinds:
+            return StoredMatrix(kind, tensor.data, tensor.columns, order)
+        if StoredKind.F32 in kinds:
+            decode = partial(self._decode, tensor.kind)
+            return StoredMatrix(StoredKind.F32, tensor.data, tensor.columns, order, decode)
+        return None
 
     def read(self, name: str) -> Tensor:
         """The tensor in float32, in Hugging Face's order."""
         tensor = self._tensors[name]
-        # A plain array: numpy's memmap checks itself in each of dequantisation's many slices.
-        data = tensor.data.view(np.ndarray)
-        rows = data.reshape(-1, data.shape[-1])
-        try:
-            values = torch.from_numpy(self._dequantise(rows, tensor.tensor_type, self.shape(name)))
-        except NotImplementedError as error:
-            kind = tensor.tensor_type.name
-            raise StartupError(f"{self.path}: cannot read tensors of type {kind}") from error
-        if self.config.architecture == model_config.LLAMA:
-            if ".q_proj." in name:
-                return _undo_rope_permutation(values, self.config.num_heads)
-            if ".k_proj." in name:
-                return _undo_rope_permutation(values, self.config.num_kv_heads)
-        return values
+        data = tensor.data
+        values = np.empty((len(data), tensor.columns), np.float32)
+        step = max(1, _CHUNK_VALUES // tensor.columns)
+        for start in range(0, len(data), step):
+            values[start : start + step] = self._decode(tensor.kind, data[start : start + step])
+        values = values.reshape(tensor.shape)
+        order = self._row_order(name)
+        return torch.from_numpy(values if order is None else values[order])
 
     def rope_frequency_factors(self) -> Tensor | None:
         """What each rotary frequency is divided by [head_dim / 2], in files of Llama 3.1 and on."""
         if self._rope_factors is None:
             return None
-        return torch.from_numpy(np.array(self._rope_factors.data, dtype=np.float32))
+        factors = self._decode(self._rope_factors.kind, self._rope_factors.data)
+        return torch.from_numpy(np.array(factors.reshape(self._rope_factors.shape)))
 
-    @staticmethod
-    def _dequantise(
-        rows: np.ndarray, kind: gguf.GGMLQuantizationType, shape: tuple[int, ...]
-    ) -> np.ndarray:
-        result = np.empty(shape, np.float32)
-        flat = result.reshape(len(rows), -1)
-        step = max(1, _CHUNK_VALUES // flat.shape[1])
-        for start in range(0, len(rows), step):
-            flat[start : start + step] = gguf.quants.dequantize(rows[start : start + step], kind)
-        return result
+    def _decode(self, kind: GGMLQuantizationType, rows: np.ndarray) -> np.ndarray:
+        """Rows of bytes to rows of float32."""
+        try:
+            return dequantize(rows, kind)
+        except NotImplementedError as error:
+            raise StartupError(f"{self.path}: cannot read tensors of type {kind.name}") from error
 
-    def _named_tensors(self) -> Iterator[tuple[str, gguf.ReaderTensor]]:
-        for tensor in self._reader.tensors:
-            stem, _, suffix = tensor.name.rpartition(".")
-            layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-            if layer and layer[2] in _LAYER_NAMES:
-                yield f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{suffix}", tensor
-            elif stem in _NAMES:
-                yield f"{_NAMES[stem]}.{suffix}", tensor
+    def _row_order(self, name: str) -> np.ndarray | None:
+        """Which of the file's rows are the tensor's, where the file has them in another order.
+
+        Converters to GGUF reorder q and k of Llama from halves of a head to rotary pairs side by
+        side: (0, dim/2), (1, dim/2 + 1), …
+        """
+        if self.config.architecture != model_config.LLAMA:
+            return None
+        if ".q_proj." in name:
+            num_heads = self.config.num_heads
+        elif ".k_proj." in name:
+            num_heads = self.config.num_kv_heads
+        else:
+            return None
+        pairs = np.arange(self.shape(name)[0]).reshape(num_heads, -1, 2)
+        return pairs.swapaxes(1, 2).ravel()
 
     def _value(self, key: str, default: Any = None) -> Any:
-        field = self._reader.fields.get(key)
-        return default if field is None else field.contents()
+        return self._metadata.get(key, default)
 
     def _read_config(self) -> ModelConfig:
         family = self._value("general.architecture")
@@ -211,10 +236,11 @@ def _line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _undo_rope_permutation(values: Tensor, num_heads: int) -> Tensor:
-    """From rows of a head as pairs (0, dim/2), (1, dim/2 + 1), … back to halves.
-
-    Converters to GGUF reorder q and k of Llama so that rotary pairs lie side by side.
-    """
-    pairs = values.unflatten(0, (num_heads, -1, 2))
-    return pairs.transpose(1, 2).reshape(values.shape)
+def _named_tensors(tensors: Iterable[GgufTensor]) -> Iterator[tuple[str, GgufTensor]]:
+    for tensor in tensors:
+        stem, _, suffix = tensor.name.rpartition(".")
+        layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+        if layer and layer[2] in _LAYER_NAMES:
+            yield f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{suffix}", tensor
+        elif stem in _NAMES:
+            yield f"{_NAMES[stem]}.{suffix}", tensor

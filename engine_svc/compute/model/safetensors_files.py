@@ -1,17 +1,27 @@
 """The safetensors files of a Hugging Face directory, one or several, as one source of weights."""
 
 import json
+from collections.abc import Set
 from pathlib import Path
 
+import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine_svc.compute.model.config import read_hf_config
+from kernels import StoredKind, StoredMatrix
 from protos.wire.errors import StartupError
 
 _SINGLE_FILE = "model.safetensors"
+_CONFIG_FILE = "config.json"
 _INDEX_FILE = "model.safetensors.index.json"
 _READABLE_TYPES = {"F64", "F32", "F16", "BF16"}
+_STORED_KINDS = {
+    torch.float32: StoredKind.F32,
+    torch.float16: StoredKind.F16,
+    torch.bfloat16: StoredKind.BF16,
+}
 
 
 class SafetensorsFiles:
@@ -29,11 +39,26 @@ class SafetensorsFiles:
         }
 
     @property
+    def files(self) -> list[Path]:
+        return [self.path / _CONFIG_FILE, *(self.path / name for name in self._files)]
+
+    @property
     def names(self) -> frozenset[str]:
         return frozenset(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
+
+    def stored(self, name: str, kinds: Set[StoredKind]) -> StoredMatrix | None:
+        """See `WeightSource`. What the library reads lies in its memory map."""
+        tensor = self.read(name)
+        rows = tensor.view(torch.uint8).numpy()
+        kind = _STORED_KINDS.get(tensor.dtype)
+        if kind in kinds:
+            return StoredMatrix(kind, rows, tensor.shape[-1])
+        if tensor.dtype == torch.float64 and StoredKind.F32 in kinds:
+            return StoredMatrix(StoredKind.F32, rows, tensor.shape[-1], None, _narrow)
+        return None
 
     def read(self, name: str) -> Tensor:
         """The tensor in the type that it is stored in."""
@@ -65,3 +90,8 @@ def _open(path: Path) -> safe_open:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise StartupError(f"cannot read {path}: {error}") from error
+
+
+def _narrow(rows: np.ndarray) -> np.ndarray:
+    """Bytes of float64 to float32."""
+    return rows.view(np.float64).astype(np.float32)

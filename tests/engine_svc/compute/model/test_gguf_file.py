@@ -1,6 +1,7 @@
 """GGUF models: every quantisation, the rotary permutation, rope scaling, refusals."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,16 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 from safetensors.numpy import save_file
 
 from engine_svc.compute.model.gguf_file import GgufFile
+from engine_svc.compute.model.gguf_header import read_gguf
 from engine_svc.compute.model.weights import expected_shapes, open_source
+from kernels import StoredKind, StoredMatrix
 from protos.wire.errors import StartupError
 from tests.fakes.decoding import SequenceLogits
+from tests.fakes.gguf_files import write_gguf
 from tests.fakes.tiny_gguf import write_tiny_gguf
 from tests.fakes.tiny_models import (
     BASE_CONFIG,
@@ -146,6 +151,59 @@ def test_rope_scaling_in_the_metadata_is_that_of_config_json(
 def test_a_sliding_window_in_the_metadata_is_kept(tmp_path: Path) -> None:
     path, _ = gguf_and_hf(tmp_path, "llama", metadata={"attention.sliding_window": 24.0})
     assert GgufFile(path).config.sliding_windows == (24, 24)
+
+
+def rows_of(part: StoredMatrix) -> torch.Tensor:
+    """What the kernels make of a stored matrix."""
+    data = part.data if part.row_order is None else part.data[part.row_order]
+    decode = part.decode or partial(dequantize, qtype=GGMLQuantizationType[part.kind.name])
+    return torch.from_numpy(np.array(decode(data)))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_matrices_are_handed_out_as_stored_or_to_be_decoded(
+    tmp_path: Path, kind: GGMLQuantizationType
+) -> None:
+    path, _ = gguf_and_hf(tmp_path, "llama", kind, **WIDE)
+    source = open_source(path)
+    for name in ("model.embed_tokens", *(f"model.layers.0.self_attn.{x}_proj" for x in "qkv")):
+        name = f"{name}.weight"
+        stored = source.stored(name, frozenset(StoredKind))
+        assert stored is not None
+        is_known = kind.name in StoredKind.__members__
+        assert stored.kind.name == (kind.name if is_known else "F32")
+        assert (stored.decode is None) == is_known
+        assert not stored.data.flags.owndata, "it is a view of the file"
+        decoded = source.stored(name, {StoredKind.F32})
+        assert decoded is not None and decoded.kind == StoredKind.F32
+        for part in (stored, decoded):
+            assert torch.equal(rows_of(part), source.read(name))
+        assert is_known or source.stored(name, {StoredKind.Q8_0}) is None
+
+
+def test_the_header_is_read_as_the_package_does(tmp_path: Path) -> None:
+    tiny, _ = gguf_and_hf(tmp_path, "llama", rope_factors=np.ones(8))
+    tokens = [f"token {i}" for i in range(5000)]
+    vocabulary = write_gguf(
+        tmp_path / "vocabulary.gguf",
+        model="llama",
+        tokens=tokens,
+        types=[1] * 5000,
+        scores=[0.5] * 5000,
+        extra={"some.flag": True, "some.number": 7, "some.text": "ü"},
+    )
+    for path in (tiny, vocabulary):
+        header, expected = read_gguf(path), gguf.GGUFReader(path)
+        for key, value in header.metadata.items():
+            assert value == expected.fields[key].contents(), key
+        for key in expected.fields.keys() - header.metadata.keys():
+            assert key.startswith(("GGUF.", "tokenizer.ggml.")), key
+        assert list(header.tensors) == [tensor.name for tensor in expected.tensors]
+        for tensor in expected.tensors:
+            ours = header.tensors[tensor.name]
+            assert ours.shape == tuple(reversed(tensor.shape.tolist()))
+            assert ours.kind == tensor.tensor_type
+            assert ours.data.tobytes() == tensor.data.tobytes()
 
 
 def test_files_that_cannot_be_served_are_refused_in_one_line(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine_svc.compute.model.weights import check_tensors, load_weights, open_source
+from kernels import StoredKind
 from kernels.reference import ReferenceKernels
 from protos.wire.errors import StartupError
 from tests.fakes.tiny_models import write_tiny_llama
@@ -100,3 +101,26 @@ def test_shards_are_one_model(tmp_path: Path) -> None:
     sharded = open_source(write_tiny_llama(tmp_path / "sharded", num_shards=3))
     assert whole.names == sharded.names
     assert all(np.array_equal(whole.read(name), sharded.read(name)) for name in whole.names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_matrices_are_handed_out_as_the_bytes_of_the_file(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    directory = write_tiny_llama(tmp_path)
+    rewrite(directory, **{"lm_head.weight": torch.randn(258, 64, dtype=dtype)})
+    source = open_source(directory)
+    stored = source.stored("lm_head.weight", frozenset(StoredKind))
+    assert stored is not None and stored.columns == 64 and stored.decode is None
+    assert torch.from_numpy(stored.data.copy()).view(dtype).equal(source.read("lm_head.weight"))
+    assert source.stored("lm_head.weight", {StoredKind.Q8_0}) is None
+    assert source.files == [directory / "config.json", directory / "model.safetensors"]
+
+
+def test_float64_is_decoded_when_it_is_packed(tmp_path: Path) -> None:
+    directory = write_tiny_llama(tmp_path)
+    values = torch.randn(258, 64, dtype=torch.float64)
+    rewrite(directory, **{"lm_head.weight": values})
+    stored = open_source(directory).stored("lm_head.weight", frozenset(StoredKind))
+    assert stored is not None and stored.kind == StoredKind.F32 and stored.decode is not None
+    assert torch.from_numpy(stored.decode(stored.data[3:5])).equal(values[3:5].float())
