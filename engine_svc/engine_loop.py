@@ -164,10 +164,12 @@ class EngineLoop:
         """One step; `outputs` of the commands before it travel with the news of who starts."""
         plan = self._scheduler.schedule()
         self._publish(outputs + self._scheduler.first_starts(plan))
+        began = time.perf_counter()
         with self._watchdog.watching(plan):
             result = self._execute(plan)
         if isinstance(result, StepResult):
-            self._publish(self._scheduler.commit(plan, result))
+            seconds = time.perf_counter() - began
+            self._publish(self._scheduler.commit(plan, result, seconds))
         else:
             self._publish(self._scheduler.fail(plan, result))
 

@@ -14,6 +14,7 @@ from engine_svc.engine_loop import EngineLoop, Executor
 from engine_svc.grammar_gate import Compiler, GrammarGate
 from engine_svc.messages import load_to_proto, output_to_proto, request_from_record
 from engine_svc.planning.limits import SchedulerConfig
+from engine_svc.planning.ngram_drafter import drafter_for
 from engine_svc.planning.request import Request, RequestOutput
 from engine_svc.planning.scheduler import Scheduler
 from protos.common.v1 import common_pb2
@@ -56,8 +57,9 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         compiler: Compiler | None = None,
         step_timeout_seconds: float = math.inf,
     ) -> None:
+        scheduler = Scheduler(config, drafter_for(config))
         self._engine = EngineLoop(
-            Scheduler(config), executor, self._deliver, on_failure, thread, step_timeout_seconds
+            scheduler, executor, self._deliver, on_failure, thread, step_timeout_seconds
         )
         self._gate = GrammarGate(compiler, self._engine.submit, self._deliver)
         self._vocab_size = executor.vocab_size

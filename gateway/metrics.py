@@ -199,6 +199,14 @@ class Metrics:
                 lambda load: load.num_preemptions,
             ),
             (_engine_counter("steps", "Steps of the engine."), lambda load: load.num_steps),
+            (
+                _engine_counter("draft_tokens", "Tokens guessed and computed ahead."),
+                lambda load: load.num_draft_tokens,
+            ),
+            (
+                _engine_counter("accepted_draft_tokens", "Of those, the ones that were right."),
+                lambda load: load.num_accepted_draft_tokens,
+            ),
         ):
             for address, load in loads.items():
                 metric.add_metric((address,), read(load))

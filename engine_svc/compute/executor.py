@@ -25,6 +25,7 @@ from engine_svc.compute.model.weights import load_weights, open_source
 from engine_svc.compute.prompt_scoring import MAX_ROWS_AT_ONCE, score_prompts
 from engine_svc.compute.sampler import SampledBatch, Sampler
 from engine_svc.compute.step_tensors import PersistentBatch, StepInputs
+from engine_svc.compute.verification import keep_accepted
 from engine_svc.planning.step import (
     PromptLogprobs,
     RowStart,
@@ -151,8 +152,9 @@ class Executor:
     def _sample(
         self, plan: StepPlan, inputs: StepInputs, logits: Tensor
     ) -> tuple[SampledToken, ...]:
-        rows = np.array([step.row for step in plan.steps if step.samples], np.int64)
-        seq_lens = inputs.seq_lens[inputs.sampled_sequences].numpy()
+        rows = np.array([step.row for step in plan.steps], np.int64)
+        rows = rows[inputs.sampled_sequences.numpy()]
+        seq_lens = inputs.sampled_lens.numpy()
         sampling = self._batch.sampling_inputs(rows, seq_lens)
         mask = None if self._grammars is None else self._grammars.mask(rows.tolist())
         if mask is not None:
@@ -162,7 +164,7 @@ class Executor:
         errors, completed = list(sampled.errors), [False] * len(rows)
         if self._grammars is not None and mask is not None:
             completed = self._grammars.accept(rows.tolist(), sampled.token_ids.tolist(), errors)
-        return _sampled_tokens(rows, sampled, errors, completed)
+        return keep_accepted(plan.steps, _sampled_tokens(rows, sampled, errors, completed))
 
     def _warm_up(self) -> None:
         """One token through all the code, so that the first request does not pay for first calls.

@@ -31,7 +31,7 @@ class StepInputs:
     """The tensors of one step: `n` sequences, `T` tokens laid end to end.
 
     `K` tokens of `k` sequences are kept to the end of the last layer: the last of a sequence that
-    samples, all of one whose prompt is asked about. `s` tokens are sampled after.
+    samples, and its drafts; all of one whose prompt is asked about. `s` tokens are sampled after.
     """
 
     token_ids: Tensor  # int64 [T]
@@ -43,8 +43,9 @@ class StepInputs:
     kept_sequences: Tensor  # int64 [k] of the n
     kept_indices: Tensor  # int64 [K] of the T: the last tokens of each kept sequence
     kept_cu_seqlens: Tensor  # int64 [k + 1]: where each kept sequence's tokens begin, and K
-    sampled_sequences: Tensor  # int64 [s] of the n
-    sample_places: Tensor  # int64 [s] of the K: the last token of each sampled sequence
+    sampled_sequences: Tensor  # int64 [s] of the n: that of each token that is sampled after
+    sampled_lens: Tensor  # int64 [s]: tokens of that sequence up to it
+    sample_places: Tensor  # int64 [s] of the K: the token itself
     prompt_targets: PromptTargets | None  # None when nobody asks
 
     @property
@@ -79,11 +80,14 @@ class PersistentBatch:
         for step in plan.steps:
             if step.new_block_ids:
                 self._append_blocks(step.row, step.new_block_ids)
+            if step.draft_token_ids:
+                self._append_drafts(step)
         return self._gather(plan.steps)
 
     def append(self, rows: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> None:
-        """Writes one sampled token at its position in each of `rows`; all int64 [s].
+        """Writes a sampled token at its position in each of `rows`; all int64 [s].
 
+        Of a row with drafts those behind the accepted ones are overwritten before they are read.
         The token at the end of the longest sequence has no place, and needs none.
         """
         fits = positions < self.max_model_len
@@ -102,6 +106,10 @@ class PersistentBatch:
         self._append_blocks(row, start.block_ids)
         self._sampling.start(row, start.sampling)
 
+    def _append_drafts(self, step: RowStep) -> None:
+        end = step.num_computed_tokens + step.num_scheduled_tokens
+        self._token_ids[step.row, end - len(step.draft_token_ids) : end] = step.draft_token_ids
+
     def _append_blocks(self, row: int, block_ids: Sequence[int]) -> None:
         first = self._num_blocks[row]
         self._block_table[row, first : first + len(block_ids)] = block_ids
@@ -109,10 +117,13 @@ class PersistentBatch:
 
     def _gather(self, steps: Sequence[RowStep]) -> StepInputs:
         table = np.array(
-            [(row, computed, count, samples, of) for row, computed, count, _, samples, of in steps],
+            [
+                (row, computed, count, samples + len(drafts), of)
+                for row, computed, count, _, samples, of, drafts in steps
+            ],
             np.int64,
         ).reshape(-1, 5)
-        rows, num_computed, num_scheduled, samples, asks = np.ascontiguousarray(table.T)
+        rows, num_computed, num_scheduled, num_sampled, asks = np.ascontiguousarray(table.T)
         cu_seqlens = np.concatenate([[0], np.cumsum(num_scheduled)])
         sequences = np.repeat(np.arange(len(rows)), num_scheduled)
         offsets = np.arange(cu_seqlens[-1]) - cu_seqlens[sequences]
@@ -122,7 +133,7 @@ class PersistentBatch:
         seq_lens = num_computed + num_scheduled
         most_blocks = -(-int(seq_lens.max(initial=0)) // self._block_size)
         # Of a sequence whose prompt is asked about, all tokens are kept: attention takes the last.
-        num_kept = np.where(asks, num_scheduled, samples)
+        num_kept = np.where(asks, num_scheduled, num_sampled)
         kept_sequences = np.flatnonzero(num_kept)
         num_kept = num_kept[kept_sequences]
         kept_cu_seqlens = np.concatenate([[0], np.cumsum(num_kept)])
@@ -146,9 +157,12 @@ class PersistentBatch:
             kept_sequences=torch.from_numpy(kept_sequences),
             kept_indices=torch.from_numpy(kept_indices),
             kept_cu_seqlens=torch.from_numpy(kept_cu_seqlens),
-            sampled_sequences=torch.from_numpy(np.flatnonzero(samples)),
+            sampled_sequences=torch.from_numpy(np.repeat(np.arange(len(rows)), num_sampled)),
+            sampled_lens=torch.from_numpy(_ranges(seq_lens - num_sampled + 1, num_sampled)),
             sample_places=torch.from_numpy(
-                kept_cu_seqlens[1:][samples[kept_sequences].astype(np.bool_)] - 1
+                _ranges(
+                    kept_cu_seqlens[1:] - num_sampled[kept_sequences], num_sampled[kept_sequences]
+                )
             ),
             prompt_targets=prompt_targets,
         )

@@ -77,13 +77,20 @@ class TokenBiasRows:
         return entries
 
     def select(self, rows: np.ndarray, seq_lens: np.ndarray) -> TokenBiases:
-        """The biases on the next token of `rows`, which hold `seq_lens` tokens; both int64 [s]."""
-        place_of_row = np.full(len(self._prompt_lens), -1)
-        place_of_row[rows] = np.arange(len(rows))
-        places = place_of_row[self._rows]
-        (chosen,) = np.nonzero((places >= 0) & (seq_lens[places] < self._until))
-        places, ids, biases = places[chosen], self._biased_ids[chosen], self._biases[chosen]
-        completed = self._words_to_complete(place_of_row, seq_lens)
+        """The biases on the next token of `rows`, which hold `seq_lens` tokens; both int64 [s].
+
+        A row may come several times in a run, for what comes next after each of its drafts.
+        """
+        num_places = np.bincount(rows, minlength=len(self._prompt_lens))
+        first_places = np.zeros_like(num_places)
+        first_places[rows[::-1]] = np.arange(len(rows))[::-1]
+        entries = np.repeat(np.arange(len(self._rows)), num_places[self._rows])
+        firsts = np.searchsorted(entries, np.arange(len(self._rows)))
+        places = first_places[self._rows[entries]] + np.arange(len(entries)) - firsts[entries]
+        holds = seq_lens[places] < self._until[entries]
+        places, entries = places[holds], entries[holds]
+        ids, biases = self._biased_ids[entries], self._biases[entries]
+        completed = self._words_to_complete(rows, seq_lens)
         if completed:
             more_places, more_ids = np.array(completed, np.int64).T
             places = np.concatenate([places, more_places])
@@ -93,17 +100,15 @@ class TokenBiasRows:
             torch.from_numpy(places), torch.from_numpy(ids), torch.from_numpy(biases)
         )
 
-    def _words_to_complete(
-        self, place_of_row: np.ndarray, seq_lens: np.ndarray
-    ) -> list[tuple[int, int]]:
+    def _words_to_complete(self, rows: np.ndarray, seq_lens: np.ndarray) -> list[tuple[int, int]]:
         """(place, token id) of each token that would complete a word of several tokens."""
-        completed = []
-        for row, words in self._words.items():
-            place = int(place_of_row[row])
-            if place < 0:
-                continue
-            end, begin = int(seq_lens[place]), int(self._prompt_lens[row])
-            if end == begin:
+        completed: list[tuple[int, int]] = []
+        if not self._words:
+            return completed
+        for place, (row, end) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
+            words = self._words.get(row)
+            begin = int(self._prompt_lens[row])
+            if words is None or end == begin:
                 continue
             latest = int(self._token_ids[row, end - 1])
             for tokens, last in words.get(latest, ()):

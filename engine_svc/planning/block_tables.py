@@ -46,10 +46,14 @@ class BlockTables:
             block_ids.append(block_id)
         return block_ids
 
-    def num_taken_by(self, request: Request, cached_block_ids: list[int]) -> int:
-        """How many free blocks `start` would take."""
+    def has_room_for(self, request: Request, cached_block_ids: list[int], num_running: int) -> bool:
+        """Whether a request can start: with blocks for all its tokens, and one to spare for each
+        request that runs. So at least a block's worth of decode steps follows before anything must
+        be preempted, and recomputing cannot eat up the progress made.
+        """
         num_new = self._num_blocks_for(request.num_tokens) - len(cached_block_ids)
-        return num_new + self._pool.count_free(cached_block_ids)
+        num_taken = num_new + self._pool.count_free(cached_block_ids)
+        return num_taken + num_running <= self._pool.num_free
 
     def start(self, request: Request, cached_block_ids: list[int]) -> list[int]:
         """Gives a request blocks for all its tokens; returns those beyond the cached ones."""

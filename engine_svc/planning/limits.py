@@ -22,6 +22,8 @@ class SchedulerConfig:
     num_blocks: int
     block_size: int
     prefix_cache: bool = True
+    # Of one request in one step; 0 for no speculation.
+    max_draft_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -29,6 +31,11 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs})"
             )
+
+    @property
+    def max_num_sampled_tokens(self) -> int:
+        """The most tokens of a step that are sampled after: each row's own, and drafts."""
+        return self.max_num_seqs + self.max_draft_tokens
 
     @property
     def num_slots(self) -> int:
@@ -69,3 +76,5 @@ class SchedulerLoad(NamedTuple):
     num_prefix_cache_query_tokens: int
     num_prefix_cache_hit_tokens: int
     num_steps: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int

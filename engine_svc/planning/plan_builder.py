@@ -26,10 +26,10 @@ class PlanBuilder:
         )
         self._starts.append(start)
 
-    def add_decodes(self, decodes: list[RowStep]) -> None:
-        """Steps of one token each; the budget always has room for one per row."""
+    def add_decodes(self, decodes: list[RowStep], num_draft_tokens: int) -> None:
+        """Steps of one token each, and drafts; the budget always has room for one per row."""
         self._steps += decodes
-        self.budget -= len(decodes)
+        self.budget -= len(decodes) + num_draft_tokens
 
     def add_chunk(self, request: Request, new_block_ids: Sequence[int]) -> None:
         """As many of the request's tokens as the budget allows."""

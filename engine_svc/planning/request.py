@@ -7,7 +7,8 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from engine_svc.planning.prefix_index import BlockHashes
-from engine_svc.planning.step import SamplingParameters, TokenLogprobs
+from engine_svc.planning.repetition import Repetition
+from engine_svc.planning.step import SampledToken, SamplingParameters, TokenLogprobs
 
 
 class RequestStatus(Enum):
@@ -67,6 +68,7 @@ class Request:
     # The block table: KV of token t lies in block_ids[t // block_size].
     block_ids: list[int] = field(default_factory=list, init=False)
     block_hashes: BlockHashes | None = field(default=None, init=False)
+    repetition: Repetition | None = field(default=None, init=False)
     num_preemptions: int = field(default=0, init=False)
     # Prompt tokens that the prefix cache held when the request first started.
     num_cached_tokens: int = field(default=0, init=False)
@@ -151,6 +153,23 @@ class Request:
         if num_tokens >= self.num_prompt_tokens + sampling.max_tokens:
             return _LENGTH
         return None
+
+    def take_several(
+        self, tokens: Sequence[SampledToken]
+    ) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...], Finish | None]:
+        """Appends tokens up to the one that ends the request; returns those, what is listed of
+        them, and the finish."""
+        finish = None
+        num_taken = 0
+        for token in tokens:
+            self.token_ids.append(token.token_id)
+            num_taken += 1
+            finish = self.finish_by_rules(token.completes)
+            if finish is not None:
+                break
+        taken = tokens[:num_taken]
+        logprobs = tuple(token.logprobs for token in taken if token.logprobs is not None)
+        return tuple(token.token_id for token in taken), logprobs, finish
 
 
 class RequestOutput(NamedTuple):

@@ -9,17 +9,19 @@ from a request by one that goes before it. So the first running request advances
 requests cannot evict each other in turns, and every request ends.
 """
 
-import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Final
 
 from engine_svc.planning.block_tables import BlockTables
+from engine_svc.planning.deadlines import Deadlines
 from engine_svc.planning.errors import NoTokenLeft, SamplingFailed
 from engine_svc.planning.limits import SchedulerConfig, SchedulerLoad
 from engine_svc.planning.plan_builder import PlanBuilder
 from engine_svc.planning.request import Finish, FinishReason, Request, RequestOutput
 from engine_svc.planning.request_lists import insert, remove
-from engine_svc.planning.step import RowStep, SamplingError, StepPlan, StepResult
+from engine_svc.planning.rows import Rows
+from engine_svc.planning.speculation import Drafter, Speculation
+from engine_svc.planning.step import RowStep, SampledToken, SamplingError, StepPlan, StepResult
 
 _TIMEOUT: Final = Finish(FinishReason.TIMEOUT)
 
@@ -27,16 +29,16 @@ _TIMEOUT: Final = Finish(FinishReason.TIMEOUT)
 class Scheduler:
     """Owns all requests and their blocks. Not thread-safe; `schedule` and `commit` alternate."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, drafter: Drafter | None = None) -> None:
         self._config = config
         self._block_size = config.block_size
         self._tables = BlockTables(config.num_blocks, config.block_size, config.prefix_cache)
+        self._speculation = Speculation(config, self._tables, drafter)
         self._requests: dict[Hashable, Request] = {}
         # Both sorted by `order`.
         self._waiting: list[Request] = []
         self._running: list[Request] = []
-        self._rows: list[Request | None] = [None] * config.max_num_seqs
-        self._free_rows = list(reversed(range(config.max_num_seqs)))
+        self._rows = Rows(config.max_num_seqs)
         # Set between schedule and commit. Compute then works on rows and blocks of all that was
         # running; a request that ends in between keeps them until the commit.
         self._in_flight: StepPlan | None = None
@@ -44,8 +46,7 @@ class Scheduler:
         # The head of the queue, and the number of free blocks with which it did not fit. Looking a
         # request up in the cache costs time in its length, so it waits until more are free.
         self._blocked: tuple[Request, int] | None = None
-        # No live request has an earlier one.
-        self._next_deadline = math.inf
+        self._deadlines = Deadlines()
         self._num_arrivals = 0
         self._num_steps = 0
         self._num_preemptions = 0
@@ -65,6 +66,8 @@ class Scheduler:
             self._tables.num_query_tokens,
             self._tables.num_hit_tokens,
             self._num_steps,
+            self._speculation.num_draft_tokens,
+            self._speculation.num_accepted_tokens,
         )
 
     # Requests come and go
@@ -82,7 +85,7 @@ class Scheduler:
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         self._requests[request.key] = request
-        self._next_deadline = min(self._next_deadline, request.deadline)
+        self._deadlines.note(request)
         insert(self._waiting, request)
 
     def abort(self, key: Hashable) -> list[RequestOutput]:
@@ -92,12 +95,8 @@ class Scheduler:
 
     def end_late(self, now: float) -> list[RequestOutput]:
         """Ends the requests whose deadline has come, before a step is spent on them."""
-        if now < self._next_deadline:
-            return []
-        late = [request for request in self._requests.values() if request.deadline <= now]
-        outputs = [self._end(request, _TIMEOUT) for request in late]
-        self._next_deadline = min((r.deadline for r in self._requests.values()), default=math.inf)
-        return outputs
+        late = self._deadlines.late(now, self._requests.values())
+        return [self._end(request, _TIMEOUT) for request in late]
 
     def fail_all(self, error: Exception, *, running: bool = True) -> list[RequestOutput]:
         """Ends every request with `error`; or only those that wait."""
@@ -120,10 +119,7 @@ class Scheduler:
         return RequestOutput(request, finish=finish)
 
     def _release(self, request: Request) -> None:
-        assert request.row is not None
-        self._rows[request.row] = None
-        self._free_rows.append(request.row)
-        request.row = None
+        self._rows.take_back(request)
         self._tables.release(request)
 
     # A step is planned
@@ -132,8 +128,10 @@ class Scheduler:
         """Plans the next step; `commit` or `fail` must follow. Empty only without requests."""
         assert self._in_flight is None, "the former step is not committed"
         builder = PlanBuilder(self._config.max_num_batched_tokens)
-        unfinished_prefills = self._schedule_decodes(builder)
-        self._schedule_prefills(unfinished_prefills, builder)
+        for request in self._schedule_decodes(builder):
+            # The blocks of an unfinished prefill are all its own already.
+            if builder.budget:
+                builder.add_chunk(request, ())
         self._start_waiting(builder)
         self._in_flight = builder.build()
         assert self._in_flight.steps or not self._requests, "no request can go on"
@@ -158,7 +156,10 @@ class Scheduler:
                     continue
             assert request.row is not None
             decodes.append(RowStep(request.row, num_computed, 1, new_block_ids, True))
-        builder.add_decodes(decodes)
+        num_draft_tokens = self._speculation.add_drafts(
+            decodes, self._rows, builder.budget - len(decodes), num_spare_blocks=len(self._running)
+        )
+        builder.add_decodes(decodes, num_draft_tokens)
         return unfinished_prefills
 
     def _take_block_for(self, request: Request) -> list[int]:
@@ -185,25 +186,19 @@ class Scheduler:
         self._release(request)
         insert(self._waiting, request)
 
-    def _schedule_prefills(self, requests: Iterable[Request], builder: PlanBuilder) -> None:
-        """Continues prefills while the budget lasts. Their blocks are all theirs already."""
-        for request in requests:
-            if builder.budget:
-                builder.add_chunk(request, ())
-
     def _start_waiting(self, builder: PlanBuilder) -> None:
         """Starts requests from the head of the queue while rows, blocks and budget last.
 
         A head that does not fit holds up the rest, or small requests could overtake it for ever.
         """
-        while self._waiting and self._free_rows and builder.budget:
+        while self._waiting and self._rows.has_free and builder.budget:
             request = self._waiting[0]
             if self._blocked is not None:
                 blocked_request, num_free = self._blocked
                 if request is blocked_request and self._tables.num_free <= num_free:
                     return
             cached_block_ids = self._tables.find_cached(request)
-            if not self._has_room_for(request, cached_block_ids):
+            if not self._tables.has_room_for(request, cached_block_ids, len(self._running)):
                 self._blocked = (request, self._tables.num_free)
                 return
             self._blocked = None
@@ -212,18 +207,9 @@ class Scheduler:
             builder.add_start(request, cached_block_ids)
             builder.add_chunk(request, new_block_ids)
 
-    def _has_room_for(self, request: Request, cached_block_ids: list[int]) -> bool:
-        """Whether a request can start: with blocks for all its tokens, and one to spare for each
-        request that runs. So at least a block's worth of decode steps follows before anything must
-        be preempted, and recomputing cannot eat up the progress made.
-        """
-        num_taken = self._tables.num_taken_by(request, cached_block_ids)
-        return num_taken + len(self._running) <= self._tables.num_free
-
     def _start(self, request: Request, cached_block_ids: list[int]) -> list[int]:
         """Puts a request into the batch; returns its blocks beyond the cached ones."""
-        request.row = self._free_rows.pop()
-        self._rows[request.row] = request
+        self._rows.give(request)
         new_block_ids = self._tables.start(request, cached_block_ids)
         insert(self._running, request)
         return new_block_ids
@@ -232,21 +218,23 @@ class Scheduler:
 
     def first_starts(self, plan: StepPlan) -> list[RequestOutput]:
         """A notice for each request that `plan` takes out of the queue for the first time."""
-        requests = [self._rows[start.row] for start in plan.starts]
         return [
             RequestOutput(request, prefill_started=True)
-            for request in requests
-            if request is not None and not request.num_preemptions
+            for request in self._rows.of(plan.starts)
+            if not request.num_preemptions
         ]
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Takes in what the step computed; returns what each request gained."""
+    def commit(
+        self, plan: StepPlan, result: StepResult, seconds: float = 0.0
+    ) -> list[RequestOutput]:
+        """Takes in what the step computed, in `seconds` (0: unknown); returns what each gained."""
         self._land(plan)
+        self._speculation.observe(plan, seconds)
         outputs = []
-        rows, advance = self._rows, self._tables.advance
+        rows, advance = self._rows.requests, self._tables.advance
         sampled = iter(result.sampled)
         prompt_logprobs = dict(result.prompt_logprobs)
-        for row, num_computed, num_scheduled, _, samples, _ in plan.steps:
+        for row, num_computed, num_scheduled, _, samples, _, draft_token_ids in plan.steps:
             token = next(sampled) if samples else None
             request = rows[row]
             assert request is not None
@@ -259,9 +247,12 @@ class Scheduler:
                 if of_prompt:
                     outputs.append(RequestOutput(request, prompt_logprobs=of_prompt))
                 continue
-            _, token_id, logprobs, error, completes = token
+            _, token_id, logprobs, error, completes, following = token
             if error is not None:
                 outputs.append(self._end_unsampled(request, error))
+                continue
+            if draft_token_ids:
+                outputs.append(self._take_several(request, (token, *following)))
                 continue
             advance(request, num_scheduled)
             request.token_ids.append(token_id)
@@ -273,6 +264,15 @@ class Scheduler:
         self._release_ended()
         return outputs
 
+    def _take_several(self, request: Request, tokens: Sequence[SampledToken]) -> RequestOutput:
+        """Takes in the tokens of a step with drafts, of which the first comes without."""
+        token_ids, logprobs, finish = request.take_several(tokens)
+        self._tables.advance(request, len(token_ids))
+        self._speculation.num_accepted_tokens += len(token_ids) - 1
+        if finish is not None:
+            self._end(request, finish)
+        return RequestOutput(request, token_ids, logprobs, False, finish)
+
     def _end_unsampled(self, request: Request, error: SamplingError) -> RequestOutput:
         """Ends a request that has no next token. Its KV may be at fault, so nobody reuses it."""
         self._tables.distrust(request)
@@ -283,8 +283,7 @@ class Scheduler:
         """Takes in that the step raised: ends its requests with `error`. Others go on."""
         self._land(plan)
         finish = Finish(FinishReason.ERROR, error=error)
-        rows = (self._rows[step.row] for step in plan.steps)
-        live = [request for request in rows if request is not None and request.finish is None]
+        live = [request for request in self._rows.of(plan.steps) if request.finish is None]
         outputs = [self._end(request, finish) for request in live]
         self._release_ended()
         return outputs

@@ -83,6 +83,11 @@ class RowStep(NamedTuple):
     of the last scheduled token choose the row's next token, which compute appends to the row. With
     `prompt_logprobs`, each scheduled token but the prompt's last gives the log-probability of the
     prompt token after it; at least one is scheduled.
+
+    The last scheduled tokens may be drafts: guesses at the row's next tokens. Then a token is
+    sampled after the last token before them and after each of them, and compute appends the first,
+    and each further one whose draft before it is the same as what was sampled there. Drafts come
+    only with `samples`, without `prompt_logprobs` and without a grammar.
     """
 
     row: int
@@ -91,6 +96,7 @@ class RowStep(NamedTuple):
     new_block_ids: Sequence[int]
     samples: bool
     prompt_logprobs: bool = False
+    draft_token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +132,8 @@ class SampledToken(NamedTuple):
     """The token sampled for `row`; `logprobs` is set when the row's parameters ask for it.
 
     `error` is set instead when there is no such token. `completes` says that the row's grammar lets
-    nothing follow the token.
+    nothing follow the token. `following` are those sampled after it where the row's drafts came
+    true, as many as did; none of them has an error.
     """
 
     row: int
@@ -134,6 +141,7 @@ class SampledToken(NamedTuple):
     logprobs: TokenLogprobs | None = None
     error: SamplingError | None = None
     completes: bool = False
+    following: Sequence["SampledToken"] = ()
 
 
 class PromptLogprobs(NamedTuple):

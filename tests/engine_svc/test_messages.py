@@ -204,7 +204,7 @@ def test_what_ended_a_request_becomes_one_typed_error(
 
 
 def test_the_load_has_every_field() -> None:
-    load = SchedulerLoad(1, 2, 3, 4, 5, 6, 7, 8)
+    load = SchedulerLoad(1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
     message = load_to_proto(load)
     assert [getattr(message, name) for name in load._fields] == list(load)
     assert {field.name for field in message.DESCRIPTOR.fields} == set(load._fields)
