@@ -16,10 +16,27 @@
 #include <cstdint>
 
 #include "api.h"
+#include "quantise.h"
 
 namespace tokenline {
 
 constexpr int64_t kPanelRows = 16;
+constexpr int64_t kQuadBytes = kPanelRows * 4;
+constexpr int64_t kQ4GroupBytes = kPanelRows * kGroup / 2;
+constexpr int64_t kQ8GroupBytes = kPanelRows * kGroup;
+
+TL_INLINE int64_t num_panels(int64_t rows) { return (rows + kPanelRows - 1) / kPanelRows; }
+
+// The sizes of a panel's two parts, in bytes.
+struct PanelLayout {
+  int64_t scales;
+  int64_t values;
+
+  int64_t bytes() const { return scales + values; }
+};
+
+// Of a format of api.h.
+PanelLayout panel_layout(int32_t format, int64_t columns);
 
 // Row `row` of the matrix, dequantised, float32 [columns].
 void unpack_row(const TlMatrix& matrix, int64_t row, float* out);

@@ -1,0 +1,268 @@
+// Integer dot products of a group of 32 columns: panels' weights times rows of activations.
+//
+// The only part of a linear layer that is written per instruction set: sums of integers are exact,
+// so that every way to them gives the same bits. Each build says how much of it fits registers:
+//
+//   kRowsPerTile      rows of activations that share one read of the weights
+//   kPanelsAtOnce     panels that share one read of the activations
+//   kOffsetsInt8      int8 weights are taken as unsigned, w + 128, and the sums start at -128 · Σx
+//
+// `sums` come as what the dot products are to be added to: zeros, but for kOffsetsInt8.
+#pragma once
+
+#include "panels.h"
+#include "simd.h"
+
+#if defined(TL_NEON)
+#include <arm_neon.h>
+#endif
+
+// Loops over registers, which must be gone before the compiler allots these.
+#define TL_UNROLL _Pragma("GCC unroll 8")
+
+namespace tokenline {
+
+// Rows of a group's activations, `stride` bytes apart.
+struct GroupRows {
+  const int8_t* first;
+  int64_t stride;
+
+  TL_INLINE const int8_t* quad(int row, int quad) const { return first + row * stride + quad * 4; }
+};
+
+#if defined(TL_AVX512)
+
+constexpr int kRowsPerTile = 4, kFloatRowsPerTile = 6, kPanelsAtOnce = 2;
+constexpr bool kOffsetsInt8 = true;
+
+TL_INLINE __m512i broadcast_quad(const int8_t* p) {
+  int32_t quad;
+  std::memcpy(&quad, p, 4);
+  return _mm512_set1_epi32(quad);
+}
+
+template <int P, int R>
+TL_INLINE void add_dots_q4(const uint8_t* const (&values)[P], GroupRows x, I32x16 (&sums)[P][R]) {
+  const __m512i low_halves = _mm512_set1_epi8(15);
+  TL_UNROLL
+  for (int part = 0; part < 4; part++) {
+    __m512i even[P], odd[P];
+    TL_UNROLL
+    for (int p = 0; p < P; p++) {
+      const __m512i both = _mm512_loadu_si512(values[p] + part * kQuadBytes);
+      even[p] = _mm512_and_si512(both, low_halves);
+      odd[p] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low_halves);
+    }
+    TL_UNROLL
+    for (int r = 0; r < R; r++) {
+      const __m512i x_even = broadcast_quad(x.quad(r, 2 * part));
+      const __m512i x_odd = broadcast_quad(x.quad(r, 2 * part + 1));
+      TL_UNROLL
+      for (int p = 0; p < P; p++) {
+        sums[p][r].v = _mm512_dpbusd_epi32(sums[p][r].v, even[p], x_even);
+        sums[p][r].v = _mm512_dpbusd_epi32(sums[p][r].v, odd[p], x_odd);
+      }
+    }
+  }
+}
+
+template <int P, int R>
+TL_INLINE void add_dots_q8(const uint8_t* const (&values)[P], GroupRows x, I32x16 (&sums)[P][R]) {
+  const __m512i offset = _mm512_set1_epi8(-128);
+  TL_UNROLL
+  for (int quad = 0; quad < 8; quad++) {
+    __m512i weights[P];
+    TL_UNROLL
+    for (int p = 0; p < P; p++) {
+      weights[p] = _mm512_xor_si512(_mm512_loadu_si512(values[p] + quad * kQuadBytes), offset);
+    }
+    TL_UNROLL
+    for (int r = 0; r < R; r++) {
+      const __m512i x_quad = broadcast_quad(x.quad(r, quad));
+      TL_UNROLL
+      for (int p = 0; p < P; p++) {
+        sums[p][r].v = _mm512_dpbusd_epi32(sums[p][r].v, weights[p], x_quad);
+      }
+    }
+  }
+}
+
+#elif defined(TL_AVX2)
+
+constexpr int kRowsPerTile = 4, kFloatRowsPerTile = 6, kPanelsAtOnce = 1;
+constexpr bool kOffsetsInt8 = false;
+
+TL_INLINE __m256i broadcast_quad(const int8_t* p) {
+  int32_t quad;
+  std::memcpy(&quad, p, 4);
+  return _mm256_set1_epi32(quad);
+}
+
+// Keeps the compiler from moving sums to memory.
+TL_INLINE void pin(__m256i& sums) { asm volatile("" : "+x"(sums)); }
+
+// A lane sums pairs of columns in 16 bits: 16 products of 15 · 127 at most.
+template <int P, int R>
+TL_INLINE void add_dots_q4(const uint8_t* const (&values)[P], GroupRows x, I32x16 (&sums)[P][R]) {
+  static_assert(P == 1, "there are registers for one panel");
+  const __m256i low_halves = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+  __m256i pairs[R][2];
+  TL_UNROLL
+  for (int part = 0; part < 4; part++) {
+    TL_UNROLL
+    for (int half = 0; half < 2; half++) {
+      const auto* place =
+          reinterpret_cast<const __m256i*>(values[0] + part * kQuadBytes + half * 32);
+      const __m256i both = _mm256_loadu_si256(place);
+      const __m256i even = _mm256_and_si256(both, low_halves);
+      const __m256i odd = _mm256_and_si256(_mm256_srli_epi16(both, 4), low_halves);
+      TL_UNROLL
+      for (int r = 0; r < R; r++) {
+        const __m256i x_even = broadcast_quad(x.quad(r, 2 * part));
+        const __m256i x_odd = broadcast_quad(x.quad(r, 2 * part + 1));
+        const __m256i first = _mm256_maddubs_epi16(even, x_even);
+        const __m256i second = _mm256_maddubs_epi16(odd, x_odd);
+        pairs[r][half] = part == 0 ? _mm256_add_epi16(first, second)
+                                   : _mm256_add_epi16(_mm256_add_epi16(pairs[r][half], first),
+                                                      second);
+        pin(pairs[r][half]);
+      }
+    }
+  }
+  TL_UNROLL
+  for (int r = 0; r < R; r++) {
+    sums[0][r].lo = _mm256_madd_epi16(pairs[r][0], ones);
+    sums[0][r].hi = _mm256_madd_epi16(pairs[r][1], ones);
+  }
+}
+
+// |w| times x with the sign of w: 2 · 128 · 127 still fits into 16 bits.
+template <int P, int R>
+TL_INLINE void add_dots_q8(const uint8_t* const (&values)[P], GroupRows x, I32x16 (&sums)[P][R]) {
+  static_assert(P == 1, "there are registers for one panel");
+  const __m256i ones = _mm256_set1_epi16(1);
+  TL_UNROLL
+  for (int quad = 0; quad < 8; quad++) {
+    TL_UNROLL
+    for (int half = 0; half < 2; half++) {
+      const auto* place =
+          reinterpret_cast<const __m256i*>(values[0] + quad * kQuadBytes + half * 32);
+      const __m256i weights = _mm256_loadu_si256(place);
+      const __m256i magnitudes = _mm256_abs_epi8(weights);
+      TL_UNROLL
+      for (int r = 0; r < R; r++) {
+        const __m256i x_quad = _mm256_sign_epi8(broadcast_quad(x.quad(r, quad)), weights);
+        const __m256i four = _mm256_madd_epi16(_mm256_maddubs_epi16(magnitudes, x_quad), ones);
+        __m256i& sum = half == 0 ? sums[0][r].lo : sums[0][r].hi;
+        sum = quad == 0 ? four : _mm256_add_epi32(sum, four);
+        pin(sum);
+      }
+    }
+  }
+}
+
+#elif defined(TL_NEON)
+
+constexpr int kRowsPerTile = 4, kFloatRowsPerTile = 4, kPanelsAtOnce = 1;
+constexpr bool kOffsetsInt8 = false;
+
+TL_INLINE int8x16_t broadcast_quad(const int8_t* p) {
+  int32_t quad;
+  std::memcpy(&quad, p, 4);
+  return vreinterpretq_s8_s32(vdupq_n_s32(quad));
+}
+
+// Four lanes' quads at a time.
+template <int P, int R, class Load>
+TL_INLINE void add_dots(GroupRows x, I32x16 (&sums)[P][R], Load load_quads) {
+  static_assert(P == 1, "there are registers for one panel");
+  TL_UNROLL
+  for (int lanes = 0; lanes < 4; lanes++) {
+    int32x4_t four[R];
+    TL_UNROLL
+    for (int r = 0; r < R; r++) four[r] = vdupq_n_s32(0);
+    TL_UNROLL
+    for (int part = 0; part < 4; part++) {
+      int8x16_t even, odd;
+      load_quads(part, lanes, &even, &odd);
+      TL_UNROLL
+      for (int r = 0; r < R; r++) {
+        four[r] = vdotq_s32(four[r], even, broadcast_quad(x.quad(r, 2 * part)));
+        four[r] = vdotq_s32(four[r], odd, broadcast_quad(x.quad(r, 2 * part + 1)));
+      }
+    }
+    TL_UNROLL
+    for (int r = 0; r < R; r++) vst1q_s32(sums[0][r].v + lanes * 4, four[r]);
+  }
+}
+
+template <int P, int R>
+TL_INLINE void add_dots_q4(const uint8_t* const (&values)[P], GroupRows x, I32x16 (&sums)[P][R]) {
+  add_dots(x, sums, [&](int part, int lanes, int8x16_t* even, int8x16_t* odd) {
+    const uint8x16_t both = vld1q_u8(values[0] + part * kQuadBytes + lanes * 16);
+    *even = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15)));
+    *odd = vreinterpretq_s8_u8(vshrq_n_u8(both, 4));
+  });
+}
+
+template <int P, int R>
+TL_INLINE void add_dots_q8(const uint8_t* const (&values)[P], GroupRows x, I32x16 (&sums)[P][R]) {
+  add_dots(x, sums, [&](int part, int lanes, int8x16_t* even, int8x16_t* odd) {
+    const uint8_t* place = values[0] + 2 * part * kQuadBytes + lanes * 16;
+    *even = vreinterpretq_s8_u8(vld1q_u8(place));
+    *odd = vreinterpretq_s8_u8(vld1q_u8(place + kQuadBytes));
+  });
+}
+
+#else
+
+constexpr int kRowsPerTile = 4, kFloatRowsPerTile = 2, kPanelsAtOnce = 1;
+constexpr bool kOffsetsInt8 = false;
+
+// Adds `num_quads` quads, whose products' sums fit into 16 bits.
+template <int num_quads, int R>
+TL_INLINE void add_quads(const int8_t* weights, GroupRows x, int first_quad,
+                         I32x16 (&sums)[1][R]) {
+  for (int r = 0; r < R; r++) {
+    int16_t columns[kQuadBytes] = {};
+    for (int quad = 0; quad < num_quads; quad++) {
+      int16_t two[8];  // the quad twice: as many lanes as the smallest vectors have
+      for (int i = 0; i < 8; i++) two[i] = x.quad(r, first_quad + quad)[i % 4];
+      const int8_t* w = weights + quad * kQuadBytes;
+      for (int i = 0; i < kQuadBytes; i += 8) {
+        for (int k = 0; k < 8; k++) {
+          columns[i + k] = static_cast<int16_t>(columns[i + k] + w[i + k] * two[k]);
+        }
+      }
+    }
+    for (int lane = 0; lane < kLanes; lane++) {
+      const int16_t* four = columns + lane * 4;
+      sums[0][r].v[lane] += four[0] + four[1] + four[2] + four[3];
+    }
+  }
+}
+
+template <int P, int R>
+TL_INLINE void add_dots_q4(const uint8_t* const (&values)[P], GroupRows x, I32x16 (&sums)[P][R]) {
+  int8_t quads[2 * kQ4GroupBytes];
+  for (int part = 0; part < 4; part++) {
+    for (int i = 0; i < kQuadBytes; i++) {
+      const uint8_t both = values[0][part * kQuadBytes + i];
+      quads[2 * part * kQuadBytes + i] = static_cast<int8_t>(both & 15);
+      quads[(2 * part + 1) * kQuadBytes + i] = static_cast<int8_t>(both >> 4);
+    }
+  }
+  add_quads<8>(quads, x, 0, sums);
+}
+
+template <int P, int R>
+TL_INLINE void add_dots_q8(const uint8_t* const (&values)[P], GroupRows x, I32x16 (&sums)[P][R]) {
+  for (int quad = 0; quad < 8; quad += 2) {
+    const auto* weights = reinterpret_cast<const int8_t*>(values[0] + quad * kQuadBytes);
+    add_quads<2>(weights, x, quad, sums);
+  }
+}
+
+#endif
+
+}  // namespace tokenline

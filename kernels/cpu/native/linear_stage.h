@@ -1,0 +1,167 @@
+// What the stages of linear layers share: how a product is cut into chunks and its rows into tiles.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <type_traits>
+#include <utility>
+
+#include "linear_tiles.h"
+#include "program.h"
+
+namespace tokenline {
+
+// Panels of one tile: two rows of weights for one read of the activations, where registers allow.
+constexpr int kTilePanels = 2;
+// Rows of a chunk: so many that reading the weights is nothing, so few that they stay in the cache.
+constexpr int64_t kBlockRows = 64;
+// A stage's weights are cut into at least so many chunks, as far as there are tiles; the last one
+// to finish makes the other threads wait.
+constexpr int64_t kChunksOfWeights = 32;
+// Products in a chunk: about 30 µs. Few rows take as long as eight, since they wait for memory.
+constexpr int64_t kChunkProducts = int64_t{1} << 23;
+constexpr int64_t kRowsWorthTheMemory = 8;
+
+// Calls `body` with std::integral_constant<int, rows>; 1 ≤ rows ≤ most.
+template <int most, class Body>
+TL_INLINE void with_rows(int64_t rows, const Body& body) {
+  if constexpr (most > 1) {
+    if (rows < most) return with_rows<most - 1>(rows, body);
+  }
+  body(std::integral_constant<int, most>{});
+}
+
+// Calls `body(row, count)` for tiles of rows [first, last), as even as can be.
+template <int most, class Body>
+TL_INLINE void for_each_row_tile(int64_t first, int64_t last, const Body& body) {
+  while (first < last) {
+    const int64_t num_tiles = (last - first + most - 1) / most;
+    const int64_t rows = (last - first + num_tiles - 1) / num_tiles;
+    with_rows<most>(rows, [&](auto count) { body(first, count); });
+    first += rows;
+  }
+}
+
+// Rows and tiles of outputs of one chunk.
+struct Block {
+  int64_t first_row, last_row;
+  int64_t first_tile, last_tile;
+};
+
+// The product of a count of rows with a matrix, cut into blocks. Which kind of tile and what becomes
+// of the products is up to those that derive from it.
+template <class Format>
+class LinearStage : public Stage {
+ public:
+  using Rows = typename Format::Rows;
+
+  LinearStage(int32_t count, const TlRows& in, const TlMatrix& weight, int64_t num_tiles,
+              int64_t panels_per_tile)
+      : count_(count),
+        in_(in),
+        weight_(weight),
+        layout_(panel_layout(weight.format, weight.columns)),
+        num_tiles_(num_tiles),
+        tile_products_(panels_per_tile * kPanelRows * weight.columns) {}
+
+  int64_t num_chunks(const int64_t* counts) const override {
+    const int64_t rows = counts[count_];
+    const int64_t tiles = tiles_per_chunk(rows);
+    return num_blocks(rows) * ((num_tiles_ + tiles - 1) / tiles);
+  }
+
+  // Blocks of the same weights come one after the other.
+  void run(int64_t chunk, const int64_t* counts, Scratch& scratch) const override {
+    const int64_t rows = counts[count_];
+    const int64_t blocks = num_blocks(rows), tiles = tiles_per_chunk(rows);
+    Block block;
+    block.first_row = chunk % blocks * kBlockRows;
+    block.last_row = std::min(block.first_row + kBlockRows, rows);
+    block.first_tile = chunk / blocks * tiles;
+    block.last_tile = std::min(block.first_tile + tiles, num_tiles_);
+    const size_t offsets = Format::kOffsets ? offsets_size() : 0;
+    auto* memory = scratch.get<float>(offsets + buffer_size());
+    work(block, make_rows(block, memory), memory + offsets);
+  }
+
+ protected:
+  // `x` begins with the block's first row; `buffer` is memory for the block's time.
+  virtual void work(const Block& block, const Rows& x, float* buffer) const = 0;
+  virtual size_t buffer_size() const { return 0; }
+
+  // Panel `index` as panel `p` of a tile.
+  template <int P>
+  TL_INLINE void place_panel(Panels<P>& panels, int p, int64_t index) const {
+    panels.scales[p] = static_cast<const uint8_t*>(weight_.data) + index * layout_.bytes();
+    panels.values[p] = panels.scales[p] + layout_.scales;
+  }
+
+  const TlMatrix& weight() const { return weight_; }
+  int64_t panel_bytes() const { return layout_.bytes(); }
+
+ private:
+  static int64_t num_blocks(int64_t rows) { return (rows + kBlockRows - 1) / kBlockRows; }
+
+  int64_t tiles_per_chunk(int64_t rows) const {
+    const int64_t block_rows = std::clamp(rows, kRowsWorthTheMemory, kBlockRows);
+    const int64_t most = kChunkProducts / (block_rows * tile_products_);
+    return std::max<int64_t>(1, std::min(num_tiles_ / kChunksOfWeights, most));
+  }
+
+  size_t offsets_size() const {
+    return static_cast<size_t>(kBlockRows * num_groups(weight_.columns) + kLanes);
+  }
+
+  Rows make_rows(const Block& block, float* memory) const {
+    if constexpr (std::is_same_v<Rows, FloatRows>) {
+      return FloatRows{in_.values, in_.stride, weight_.columns}.from(block.first_row);
+    } else {
+      QuantisedRows x{in_.quantised, in_.scales, in_.sums, nullptr, num_groups(weight_.columns)};
+      x = x.from(block.first_row);
+      if (Format::kOffsets) {
+        auto* offsets = reinterpret_cast<int32_t*>(memory);
+        find_offsets(x, (block.last_row - block.first_row) * x.groups, offsets);
+        x.offsets = offsets;
+      }
+      return x;
+    }
+  }
+
+  // -128 · Σq, where `sums` are scale · Σq: the quotient is a rounding away from an integer below
+  // 4065. A scale of zero or NaN gives zero, whose product with that scale is right.
+  static void find_offsets(const QuantisedRows& x, int64_t size, int32_t* offsets) {
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const F32x16 sums = load_some(x.sums + i, size - i);
+      const F32x16 scales = load_some(x.scales + i, size - i);
+      store_int(offsets + i, shift_left<7>(round_to_int((zero() - sums) / scales)));
+    }
+  }
+
+  int32_t count_;
+  TlRows in_;
+  TlMatrix weight_;
+  PanelLayout layout_;
+  int64_t num_tiles_;
+  int64_t tile_products_;
+};
+
+// Adds Kind<the format's panels>, made of `arguments`, to the program.
+template <template <class> class Kind, class... Arguments>
+void add_linear_stage(TlProgram* program, int32_t format, const Arguments&... arguments) {
+  switch (format) {
+    case TL_Q4:
+      return program->add(std::make_unique<Kind<Q4Panels>>(arguments...));
+    case TL_Q4_WIDE:
+      return program->add(std::make_unique<Kind<Q4WidePanels>>(arguments...));
+    case TL_Q8:
+      return program->add(std::make_unique<Kind<Q8Panels>>(arguments...));
+    case TL_F16:
+      return program->add(std::make_unique<Kind<F16Panels>>(arguments...));
+    case TL_BF16:
+      return program->add(std::make_unique<Kind<Bf16Panels>>(arguments...));
+    default:
+      return program->add(std::make_unique<Kind<F32Panels>>(arguments...));
+  }
+}
+
+}  // namespace tokenline
