@@ -1,5 +1,5 @@
 # The two commands are `make up` (run the line) and `make test` (run every check).
-# They need Python >= 3.11, a C compiler and make; all else is installed into .venv.
+# They need Python >= 3.11, a C++ compiler and make; all else is installed into .venv.
 
 PYTHON ?= python3
 MODEL ?=
@@ -9,15 +9,17 @@ PROTOS := $(shell find protos -name '*.proto' -not -path '*/.*')
 PACKAGING := pyproject.toml setup.py $(PROTOS)
 
 .DEFAULT_GOAL := help
-.PHONY: help up test lint types bench clean
+.PHONY: help up test lint types native bench clean
 
 help: ## Lists these commands.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 up: .venv/installed-engine ## Runs the whole line with the default model, or with MODEL=…, on PORT=8000.
+	@$(BIN)/python kernels/cpu/build.py --this-machine --optional
 	@exec $(BIN)/tokenline up --port $(PORT) $(if $(MODEL),--model $(MODEL))
 
 test: .venv/installed-dev lint types ## Runs every check: lint, types, all tests.
+	@$(BIN)/python kernels/cpu/build.py --optional
 	$(BIN)/python -m pytest
 
 lint: .venv/installed-dev ## Checks style and format.
@@ -27,11 +29,14 @@ lint: .venv/installed-dev ## Checks style and format.
 types: .venv/installed-dev ## Checks types.
 	$(BIN)/mypy .
 
+native: .venv/installed-engine ## Compiles the CPU kernels for every machine like this one, where sources changed.
+	@$(BIN)/python kernels/cpu/build.py
+
 bench: .venv/installed-dev ## Measures the pipeline against the engine alone.
 	$(BIN)/python -m tests.bench pipeline
 
 clean: ## Removes the environment, the generated stubs and every cache. Models stay.
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist kernels/cpu/lib *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find protos -name '*_pb2*' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

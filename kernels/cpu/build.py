@@ -1,19 +1,26 @@
-"""Compiles the native library, once per instruction set: `python -m kernels.cpu.build`.
+"""Compiles the native library, once per instruction set: `python kernels/cpu/build.py`.
 
 Every build is whole, so that no function compiled for one instruction set can be linked into
 another's; which one a process loads is chosen by library.py. Nothing here needs more than Python
-and a C++17 compiler, and it is also called by setup.py.
+and a C++17 compiler, since setup.py runs it where nothing else is installed.
 """
 
+import argparse
+import fcntl
+import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent / "native"
@@ -21,23 +28,46 @@ LIBRARIES = Path(__file__).resolve().parent / "lib"
 # -ffp-contract=off: an fma where the source has none would change the bits. GCC 12 takes the
 # undefined operands of its own AVX-512 intrinsics for uninitialised.
 FLAGS = (
-    *("-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno"),
+    *("-std=c++17", "-O3", "-g0", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno"),
     *("-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-maybe-uninitialized"),
 )
+# The library brings its C++ runtime along: the one that Python has loaded may be older than the
+# compiler.
+_OWN_RUNTIME = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL")
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """Flags of a build, and the macros with which a compiler says that a machine can run it."""
+
+    flags: Sequence[str]
+    macros: Sequence[str] = ()
+
+
+_PORTABLE = InstructionSet(("-DTL_PORTABLE",))
 _X86_64 = {
-    "portable": ("-DTL_PORTABLE",),
-    "avx2": ("-DTL_AVX2", "-mavx2", "-mfma", "-mf16c", "-mbmi2"),
-    "avx512": (
-        *("-DTL_AVX512", "-mavx2", "-mfma", "-mf16c", "-mbmi2"),
-        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"),
+    "portable": _PORTABLE,
+    "avx2": InstructionSet(
+        ("-DTL_AVX2", "-mavx2", "-mfma", "-mf16c", "-mbmi2"),
+        ("__AVX2__", "__FMA__", "__F16C__", "__BMI2__"),
+    ),
+    "avx512": InstructionSet(
+        (
+            *("-DTL_AVX512", "-mavx2", "-mfma", "-mf16c", "-mbmi2"),
+            *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"),
+        ),
+        ("__AVX512BW__", "__AVX512VL__", "__AVX512DQ__", "__AVX512VNNI__"),
     ),
 }
 _AARCH64 = {
-    "portable": ("-DTL_PORTABLE",),
-    "neon": ("-DTL_NEON", "-march=armv8.2-a+dotprod"),
+    "portable": _PORTABLE,
+    "neon": InstructionSet(
+        ("-DTL_NEON", "-march=armv8.2-a+dotprod"),
+        ("__ARM_FEATURE_DOTPROD",),
+    ),
 }
 # By what the machine calls itself; the best last. Another machine gets the portable build alone.
-INSTRUCTION_SETS: Mapping[str, Mapping[str, Sequence[str]]] = {
+_OF_MACHINE: Mapping[str, Mapping[str, InstructionSet]] = {
     "x86_64": _X86_64,
     "AMD64": _X86_64,
     "aarch64": _AARCH64,
@@ -54,9 +84,14 @@ def library_path(instruction_set: str, directory: Path = LIBRARIES) -> Path:
     return directory / f"tokenline_cpu_{instruction_set}.so"
 
 
-def instruction_sets(machine: str = "") -> Mapping[str, Sequence[str]]:
-    """The builds that make sense for `machine`, by default this one, with their flags."""
-    return INSTRUCTION_SETS.get(machine or platform.machine(), {"portable": ("-DTL_PORTABLE",)})
+def instruction_sets(machine: str = "") -> Mapping[str, InstructionSet]:
+    """The builds that make sense for `machine`, by default this one."""
+    return _OF_MACHINE.get(machine or platform.machine(), {"portable": _PORTABLE})
+
+
+def interface() -> str:
+    """A digest of api.h: a library that says another was built from other sources."""
+    return hashlib.sha256((SOURCES / "api.h").read_bytes()).hexdigest()[:16]
 
 
 def build(
@@ -65,41 +100,39 @@ def build(
     extra_flags: Sequence[str] = (),
     compiler: Sequence[str] = (),
     machine: str = "",
+    objects: Path | None = None,
 ) -> list[Path]:
-    """Compiles all builds, or those named in `only`, into `directory`; raises BuildError."""
+    """Brings the builds named in `only`, by default all of the machine, up to date in `directory`.
+
+    Leaves out those that the compiler is too old for. `objects`, by default inside `directory`,
+    keeps what is compiled, for the next time. Raises BuildError.
+    """
     compiler = compiler or find_compiler()
     wanted = {
-        name: flags for name, flags in instruction_sets(machine).items() if not only or name in only
+        name: each.flags
+        for name, each in instruction_sets(machine).items()
+        if (not only or name in only) and _accepts(compiler, each.flags)
     }
-    directory.mkdir(parents=True, exist_ok=True)
-    sources = sorted(SOURCES.glob("*.cpp"))
-    with tempfile.TemporaryDirectory() as objects, ThreadPoolExecutor(os.cpu_count()) as threads:
-        jobs = {
-            (name, source): threads.submit(
-                _run,
-                [
-                    *compiler,
-                    *FLAGS,
-                    *flags,
-                    *extra_flags,
-                    *("-c", str(source), "-o", str(Path(objects) / f"{name}_{source.stem}.o")),
-                ],
+    objects = objects or directory / "objects"
+    # The largest first, so that no core is left with it alone at the end.
+    sources = sorted(SOURCES.glob("*.cpp"), key=lambda source: -source.stat().st_size)
+    # Sanitizers need the runtime that is shared.
+    runtime = () if extra_flags else _OWN_RUNTIME
+    with _locked(directory):
+        _in_parallel(
+            partial(
+                _compile,
+                [*compiler, *FLAGS, *_flags_of(source, flags), *extra_flags],
+                source,
+                objects / name / f"{source.stem}.o",
             )
             for name, flags in wanted.items()
             for source in sources
-        }
-        for job in jobs.values():
-            job.result()
-        built = []
+        )
         for name in wanted:
-            # Written beside and moved, since the old one may be loaded somewhere.
-            target = library_path(name, directory)
-            unfinished = target.with_suffix(f".{os.getpid()}.tmp")
-            parts = [str(Path(objects) / f"{name}_{source.stem}.o") for source in sources]
-            _run([*compiler, *extra_flags, "-shared", "-pthread", *parts, "-o", str(unfinished)])
-            unfinished.replace(target)
-            built.append(target)
-    return built
+            parts = [objects / name / f"{source.stem}.o" for source in sources]
+            _link([*compiler, *extra_flags], parts, library_path(name, directory), runtime)
+    return [library_path(name, directory) for name in wanted]
 
 
 def find_compiler() -> Sequence[str]:
@@ -110,12 +143,106 @@ def find_compiler() -> Sequence[str]:
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
             return [name]
-    raise BuildError("there is no C++ compiler; install g++ or clang, or set CXX")
+    raise BuildError(
+        "there is no C++ compiler; install g++ or clang, then run `make native` "
+        "(where Tokenline was installed with pip: `python -m kernels.cpu.build`)"
+    )
 
 
-def _run(command: Sequence[str]) -> None:
+def best_here(compiler: Sequence[str]) -> list[str]:
+    """The best build that this machine can run; all where the compiler cannot tell."""
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True)
+        printed = _run([*compiler, "-march=native", "-x", "c++", "-dM", "-E", os.devnull])
+    except BuildError:
+        return list(instruction_sets())
+    macros = {line.split()[1] for line in printed.splitlines()}
+    usable = [name for name, each in instruction_sets().items() if macros.issuperset(each.macros)]
+    return usable[-1:]
+
+
+def _accepts(compiler: Sequence[str], flags: Sequence[str]) -> bool:
+    """Whether the compiler knows an instruction set; all know the portable one's."""
+    try:
+        _run([*compiler, *flags, "-x", "c++", "-fsyntax-only", os.devnull])
+    except BuildError:
+        return flags == _PORTABLE.flags
+    return True
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """One build at a time; who waited then finds the other's."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _flags_of(source: Path, flags: Sequence[str]) -> Sequence[str]:
+    # What is asked whether the machine can run a build must itself run on every machine.
+    if source.stem == "instruction_set":
+        defines = [flag for flag in flags if flag.startswith("-D")]
+        return [*defines, f'-DTL_INTERFACE="{interface()}"']
+    return flags
+
+
+def _in_parallel(jobs: Iterable[Callable[[], None]]) -> None:
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        try:
+            for running in [threads.submit(job) for job in jobs]:
+                running.result()
+        finally:
+            threads.shutdown(cancel_futures=True)
+
+
+def _compile(command: Sequence[str], source: Path, target: Path) -> None:
+    included = target.with_suffix(".d")
+    if _is_newer(target, [source, Path(__file__), *_named_in(included)]):
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # As old as what it was made from: an edit while the compiler runs counts as later.
+    started = time.time_ns()
+    unfinished = target.with_suffix(".unfinished")
+    _run([*command, "-MMD", "-MF", str(included), "-c", str(source), "-o", str(unfinished)])
+    os.utime(unfinished, ns=(started, started))
+    unfinished.replace(target)
+
+
+def _named_in(dependencies: Path) -> list[Path]:
+    """The files that a compiler's rule for make names as read: `target: source header …`."""
+    if not dependencies.exists():
+        return [dependencies]
+    rule = dependencies.read_text().replace("\\\n", " ").partition(": ")[2]
+    return [Path(name.replace("\\ ", " ")) for name in re.findall(r"(?:\\ |\S)+", rule)]
+
+
+def _link(
+    command: Sequence[str], parts: Sequence[Path], target: Path, runtime: Sequence[str]
+) -> None:
+    # The directory of the sources changes when one is taken away.
+    if _is_newer(target, [*parts, SOURCES]):
+        return
+    # Written beside and moved, since the old one may be loaded somewhere.
+    unfinished = target.with_suffix(".unfinished")
+    link = [*command, "-shared", "-pthread", *map(str, parts), "-o", str(unfinished)]
+    try:
+        _run([*link, *runtime])
+    except BuildError:
+        # Some systems have no static one.
+        _run(link)
+    unfinished.replace(target)
+
+
+def _is_newer(target: Path, sources: Sequence[Path]) -> bool:
+    try:
+        return target.stat().st_mtime_ns > max(source.stat().st_mtime_ns for source in sources)
+    except FileNotFoundError:
+        return False
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
     except OSError as error:
         raise BuildError(f"cannot run {command[0]}: {error.strerror}") from error
     except subprocess.CalledProcessError as error:
@@ -123,11 +250,24 @@ def _run(command: Sequence[str]) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+    parser.add_argument("--directory", type=Path, default=LIBRARIES, help="where to put them")
+    parser.add_argument("--objects", type=Path, help="where to keep what is compiled")
+    parser.add_argument(
+        "--this-machine", action="store_true", help="only the best build that runs here"
+    )
+    parser.add_argument("--optional", action="store_true", help="exit with 0 also where it fails")
+    options = parser.parse_args()
     try:
-        for path in build():
-            print(path)
+        compiler = find_compiler()
+        wanted = best_here(compiler) if options.this_machine else list(instruction_sets())
+        built = build(options.directory, wanted, compiler=compiler, objects=options.objects)
     except BuildError as error:
-        sys.exit(str(error))
+        print(f"no compiled CPU kernels, only the slow portable ones: {error}", file=sys.stderr)
+        sys.exit(0 if options.optional else 1)
+    for name in wanted:
+        if library_path(name, options.directory) not in built:
+            print(f"{compiler[0]} is too old for the {name} kernels", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import ctypes
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 
-from kernels.cpu.build import instruction_sets, library_path
+from kernels.cpu.build import instruction_sets, interface, library_path
 
 # All pointers are passed as addresses: what they point at lies in tensors.
 _ADDRESS = c_void_p
@@ -61,10 +61,12 @@ _POOL = _PROGRAM = _PLAN = c_void_p
 _COUNTS = POINTER(c_int64)
 # Result, then arguments, as in api.h.
 _SIGNATURES = {
+    "tl_interface": (c_char_p, []),
     "tl_instruction_set": (c_char_p, []),
     "tl_best_instruction_set": (c_char_p, []),
     "tl_pool_new": (_POOL, [c_int32]),
     "tl_pool_delete": (None, [_POOL]),
+    "tl_pool_num_threads": (c_int32, [_POOL]),
     "tl_packed_bytes": (c_int64, [c_int32, c_int64, c_int64]),
     "tl_pack": (
         c_int32,
@@ -128,6 +130,7 @@ _SIGNATURES = {
         None,
         [_POOL, _ADDRESS, c_int64, c_int64, c_int64, _ADDRESS, _ADDRESS],
     ),
+    "tl_bias_logits": (None, [_ADDRESS, c_int64, c_int64, _ADDRESS, _ADDRESS, _ADDRESS]),
     "tl_penalize": (
         None,
         [
@@ -142,7 +145,6 @@ _SIGNATURES = {
             *(_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
         ],
     ),
-    "tl_row_max": (None, [_POOL, _ADDRESS, c_int64, c_int64, c_int64, _ADDRESS]),
     "tl_token_logprobs": (
         None,
         [
@@ -163,6 +165,7 @@ def best() -> str | None:
     built = available()
     if not built:
         return None
+    # Any of them can be loaded and asked that, on any machine.
     wanted = load(built[0]).tl_best_instruction_set().decode()
     names = list(instruction_sets())
     usable = names[: names.index(wanted) + 1]
@@ -171,9 +174,15 @@ def best() -> str | None:
 
 @cache
 def load(instruction_set: str) -> ctypes.CDLL:
-    """The build for `instruction_set`; OSError where it is missing or cannot be loaded."""
-    library = ctypes.CDLL(str(library_path(instruction_set)))
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+    """The build for `instruction_set`; OSError where it is missing, cannot be loaded, or is old."""
+    path = library_path(instruction_set)
+    library = ctypes.CDLL(str(path))
+    try:
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except AttributeError:
+        raise OSError(f"{path} is older than its sources: make native") from None
+    if library.tl_interface().decode() != interface():
+        raise OSError(f"{path} is older than its sources: make native")
     return library

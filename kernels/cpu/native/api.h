@@ -1,4 +1,5 @@
 // The library's C interface: all that Python calls. No exceptions cross it, and no torch type.
+// Where memory runs out, what makes a pool or a program returns NULL; all else ends the process.
 //
 // Every instruction set's build gives the same bits. Pointers are to memory of the caller, which
 // outlives what was made with it; buffers are aligned to 64 bytes, and rows of a buffer to 4.
@@ -16,16 +17,20 @@
 
 // ---------------------------------------------------------------------------------------- basics
 
+// A digest of this file as it was when the library was built; see build.py.
+TL_API const char* tl_interface(void);
+
 // The instruction set that this build uses: "avx512", "avx2", "neon" or "portable".
 TL_API const char* tl_instruction_set(void);
 
 // The best instruction set that this machine has, of those that a build exists for.
 TL_API const char* tl_best_instruction_set(void);
 
-// How a pool's threads share work; see pool.h.
+// How a pool's threads share work; see pool.h. There are fewer threads where the system refuses.
 typedef struct TlPool TlPool;
 TL_API TlPool* tl_pool_new(int32_t num_threads);
 TL_API void tl_pool_delete(TlPool*);
+TL_API int32_t tl_pool_num_threads(const TlPool*);
 
 // -------------------------------------------------------------------------------------- weights
 
@@ -199,6 +204,9 @@ TL_API void tl_add_attention(TlProgram*, int32_t count, TlAttentionPlan* plan, c
 
 TL_API void tl_mask_logits(TlPool*, float* logits, int64_t stride, int64_t vocab_size,
                            int64_t num_rows, const int64_t* rows, const int32_t* allowed);
+TL_API void tl_bias_logits(float* logits, int64_t stride, int64_t num_biases, const int64_t* rows,
+                           const int64_t* token_ids, const float* biases);
+// With `rows` NULL, row i of the arguments is that of the logits too.
 TL_API void tl_penalize(TlPool*, float* logits, int64_t stride, int64_t vocab_size,
                         int64_t num_rows, const int64_t* rows, const int32_t* token_ids,
                         int64_t token_stride, const int64_t* prompt_lens, const int64_t* seq_lens,
@@ -207,9 +215,6 @@ TL_API void tl_sample(TlPool*, const float* logits, int64_t stride, int64_t voca
                       int64_t num_rows, const float* temperature, const float* min_p,
                       const int64_t* top_k, const float* top_p, const int64_t* seeds,
                       const int64_t* positions, int64_t* token_ids);
-// The largest logit of each row; NaN where a row has one.
-TL_API void tl_row_max(TlPool*, const float* logits, int64_t stride, int64_t vocab_size,
-                       int64_t num_rows, float* largest);
 TL_API void tl_token_logprobs(TlPool*, const float* logits, int64_t stride, int64_t vocab_size,
                               int64_t num_rows, const int64_t* chosen, int64_t num_top,
                               float* chosen_logprobs, int64_t* top_ids, float* top_logprobs);

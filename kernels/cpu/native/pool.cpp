@@ -1,31 +1,43 @@
 // See pool.h.
 #include "pool.h"
 
-#include <chrono>
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
 #include <cstdlib>
-#include <new>
+#include <exception>
+
+#include "float_state.h"
+#include "waiting.h"
 
 namespace tokenline {
 namespace {
 
+constexpr uint64_t kDone = 1;
+constexpr uint64_t kClaimed = uint64_t{1} << 32;
+
 // A claimed chunk takes microseconds, unless its thread has lost its core.
-constexpr int kSpinsBeforeYield = 2000;
-// How long a helper looks out for the next job before it sleeps, about 50 µs: the other processes
-// of a small machine need its core between steps.
-constexpr int kSpinsBeforeSleep = 1000;
+constexpr double kSecondsBeforeYield = 50e-6;
+// How long a helper looks out for the next job before it sleeps: the other processes of a small
+// machine need its core between steps.
+constexpr double kSecondsBeforeSleep = 50e-6;
 
-inline void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
+// Signals are for the threads that were there before: a helper would take them away from Python's
+// main thread. Those that a fault of its own raises stay, so that crashes are told.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP}) sigdelset(&all, fault);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
 
-double now() {
-  using namespace std::chrono;
-  return duration<double>(steady_clock::now().time_since_epoch()).count();
-}
+ private:
+  sigset_t before_;
+};
 
 }  // namespace
 
@@ -45,115 +57,146 @@ Job::Job(std::shared_ptr<const void> owner, const Stage* const* stages, int num_
     : owner_(std::move(owner)),
       stages_(stages),
       num_stages_(num_stages),
-      progress_(new Progress[num_stages]) {}
+      progress_(new Progress[static_cast<size_t>(num_stages)]) {}
 
 void Job::reset(const int64_t* counts, int num_counts) {
   for (int i = 0; i < num_counts; i++) counts_[i] = counts[i];
-  is_over_.store(false, std::memory_order_relaxed);
   for (int i = 0; i < num_stages_; i++) {
-    progress_[i].num_chunks.store(-1, std::memory_order_relaxed);
-    progress_[i].num_claimed.store(0, std::memory_order_relaxed);
-    progress_[i].num_done.store(0, std::memory_order_relaxed);
+    progress_[i].claimed_and_done.store(0, std::memory_order_relaxed);
+    progress_[i].num_chunks.store(kUnknown, std::memory_order_relaxed);
   }
+  current_stage_.store(0, std::memory_order_relaxed);
 }
 
-int64_t Job::count_chunks(int stage) {
-  std::atomic<int64_t>& known = progress_[stage].num_chunks;
-  int64_t count = known.load(std::memory_order_acquire);
-  if (count < 0) {
-    const int64_t found = stages_[stage]->num_chunks(counts_);
-    // Who comes first settles it; another's count may be of a later job.
-    if (known.compare_exchange_strong(count, found, std::memory_order_acq_rel)) count = found;
-  }
-  return count;
-}
-
-void Job::work(int stage, Scratch& scratch) {
-  Progress& progress = progress_[stage];
-  const int64_t num_chunks = count_chunks(stage);
-  for (;;) {
-    if (progress.num_claimed.load(std::memory_order_relaxed) >= num_chunks) break;
-    const int64_t chunk = progress.num_claimed.fetch_add(1, std::memory_order_relaxed);
-    if (chunk >= num_chunks) break;
-    stages_[stage]->run(chunk, counts_, scratch);
-    progress.num_done.fetch_add(1, std::memory_order_acq_rel);
-  }
-  for (int spins = 0; progress.num_done.load(std::memory_order_acquire) < num_chunks; spins++) {
-    if (spins < kSpinsBeforeYield) {
-      pause();
-    } else {
-      std::this_thread::yield();
-    }
-  }
-}
-
-Pool::Pool(int num_threads) {
-  for (int i = 1; i < num_threads; i++) helpers_.emplace_back([this] { help(); });
-}
-
-Pool::~Pool() {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    stops_ = true;
-    num_jobs_.fetch_add(1, std::memory_order_release);
-  }
-  job_came_.notify_all();
-  for (std::thread& helper : helpers_) helper.join();
-}
-
-void Pool::run(const std::shared_ptr<Job>& job, double* seconds) {
-  if (!helpers_.empty()) {
-    bool anyone_asleep;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      job_ = job;
-      num_jobs_.fetch_add(1, std::memory_order_release);
-      anyone_asleep = num_asleep_ > 0;
-    }
-    if (anyone_asleep) job_came_.notify_all();
-  }
+void Job::lead(Scratch& scratch, double* seconds) noexcept {
   double before = seconds ? now() : 0;
-  for (int stage = 0; stage < job->num_stages(); stage++) {
-    job->work(stage, caller_scratch_);
+  for (int stage = 0; stage < num_stages_; stage++) {
+    work(stage, scratch);
+    current_stage_.store(stage + 1, std::memory_order_release);
     if (seconds) {
       const double after = now();
       seconds[stage] += after - before;
       before = after;
     }
   }
-  job->set_over();
-  if (!helpers_.empty()) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    job_.reset();
+}
+
+void Job::help(Scratch& scratch) noexcept {
+  int stage = current_stage_.load(std::memory_order_acquire);
+  while (stage < num_stages_) {
+    work(stage, scratch);
+    // The caller may be far ahead by now, or, where it has lost its core, behind.
+    const int current = current_stage_.load(std::memory_order_acquire);
+    stage = current > stage ? current : stage + 1;
   }
 }
 
-void Pool::help() {
-  Scratch scratch;
-  uint32_t seen = 0;
-  for (;;) {
-    std::shared_ptr<Job> job = next_job(&seen);
-    if (!job) return;
-    for (int stage = 0; stage < job->num_stages() && !job->is_over(); stage++) {
-      job->work(stage, scratch);
+int64_t Job::count_chunks(int stage) {
+  std::atomic<int64_t>& known = progress_[stage].num_chunks;
+  int64_t count = known.load(std::memory_order_acquire);
+  if (count == kUnknown) {
+    const int64_t found = stages_[stage]->num_chunks(counts_);
+    // Who comes first settles it: what a late thread found may be that of a later job.
+    if (known.compare_exchange_strong(count, found, std::memory_order_acq_rel)) count = found;
+  }
+  return count;
+}
+
+void Job::work(int stage, Scratch& scratch) {
+  const auto num_chunks = static_cast<uint64_t>(count_chunks(stage));
+  std::atomic<uint64_t>& progress = progress_[stage].claimed_and_done;
+  if (progress.load(std::memory_order_acquire) / kClaimed < num_chunks) {
+    uint64_t before = progress.fetch_add(kClaimed, std::memory_order_acq_rel);
+    while (before / kClaimed < num_chunks) {
+      stages_[stage]->run(static_cast<int64_t>(before / kClaimed), counts_, scratch);
+      before = progress.fetch_add(kClaimed + kDone, std::memory_order_acq_rel);
     }
+  }
+  const auto is_over = [&] {
+    return progress.load(std::memory_order_acquire) % kClaimed >= num_chunks;
+  };
+  if (!spin(kSecondsBeforeYield, is_over)) {
+    while (!is_over()) std::this_thread::yield();
+  }
+}
+
+Pool::Pool(int num_threads) : process_(getpid()) {
+  if (num_threads > 1) start(num_threads - 1);
+}
+
+void Pool::start(int num_helpers) {
+  const SignalsBlocked blocked;
+  try {
+    helpers_.reserve(static_cast<size_t>(num_helpers));
+    for (int i = 0; i < num_helpers; i++) helpers_.emplace_back([this] { serve(); });
+  } catch (const std::exception&) {
+    // A limit on threads or memory: the work is done by those that there are.
+  }
+}
+
+Pool::~Pool() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stops_ = true;
+    num_posted_.store(++num_jobs_, std::memory_order_release);
+  }
+  job_came_.notify_all();
+  for (std::thread& helper : helpers_) helper.join();
+}
+
+bool Pool::is_forked() const { return getpid() != process_; }
+
+void Pool::run(const std::shared_ptr<Job>& job, double* seconds) noexcept {
+  const FloatState defaults;
+  if (is_taken_.exchange(true, std::memory_order_acquire)) {
+    Scratch scratch;
+    job->lead(scratch, seconds);
+    return;
+  }
+  const bool is_shared = !helpers_.empty() && !job->is_for_one() && !is_forked();
+  if (is_shared) post(job);
+  job->lead(caller_scratch_, seconds);
+  if (is_shared) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    job_.reset();
+  }
+  is_taken_.store(false, std::memory_order_release);
+}
+
+void Pool::post(const std::shared_ptr<Job>& job) {
+  uint32_t number;
+  bool is_anyone_asleep;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    job_ = job;
+    number = ++num_jobs_;
+    is_anyone_asleep = num_asleep_ > 0;
+  }
+  // Told after the mutex is free: those who look out for it come for the mutex at once.
+  num_posted_.store(number, std::memory_order_release);
+  if (is_anyone_asleep) job_came_.notify_all();
+}
+
+void Pool::serve() {
+  const FloatState defaults;
+  Scratch scratch;
+  uint32_t num_seen = 0;
+  while (const std::shared_ptr<Job> job = next_job(&num_seen)) {
+    job->help(scratch);
     job->leave();
   }
 }
 
-std::shared_ptr<Job> Pool::next_job(uint32_t* seen) {
+std::shared_ptr<Job> Pool::next_job(uint32_t* num_seen) {
   for (;;) {
-    for (int spins = 0; spins < kSpinsBeforeSleep; spins++) {
-      if (num_jobs_.load(std::memory_order_acquire) != *seen) break;
-      pause();
-    }
+    spin(kSecondsBeforeSleep,
+         [&] { return num_posted_.load(std::memory_order_acquire) != *num_seen; });
     std::unique_lock<std::mutex> lock(mutex_);
     num_asleep_++;
-    job_came_.wait(lock,
-                   [&] { return num_jobs_.load(std::memory_order_relaxed) != *seen || stops_; });
+    job_came_.wait(lock, [&] { return num_jobs_ != *num_seen || stops_; });
     num_asleep_--;
     if (stops_) return nullptr;
-    *seen = num_jobs_.load(std::memory_order_relaxed);
+    *num_seen = num_jobs_;
     // It may be over already, and gone.
     if (job_) {
       job_->enter();

@@ -6,6 +6,8 @@
 // most, where a barrier would stall every stage of a step.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
@@ -13,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace tokenline {
@@ -38,14 +41,14 @@ class Scratch {
   size_t size_ = 0;
 };
 
-// One stage of a job. Both functions run on several threads at once.
+// One stage of a job. Both functions run on several threads at once, and neither may throw.
 class Stage {
  public:
   virtual ~Stage() = default;
 
-  // The number of chunks, given the job's counts. Called when all earlier stages are over, but by a
-  // thread that comes late also while the same stage belongs to a later job, for no use: so it may
-  // read constants, counts and atomics only.
+  // The number of chunks, below 2³¹, given the job's counts. Called when all earlier stages are
+  // over; but a thread that has lost its core for a while may also call it after the job, for no
+  // use, while a later job runs the same stage: so it may read constants, counts and atomics only.
   virtual int64_t num_chunks(const int64_t* counts) const = 0;
 
   // Chunks of a stage write to different places and do not read what others of it write.
@@ -63,83 +66,100 @@ class Job {
   // Makes it ready to run again; no helper may be inside.
   void reset(const int64_t* counts, int num_counts);
 
+  // Nothing in it can be shared: not worth waking anybody for.
+  bool is_for_one() { return num_stages_ == 0 || (num_stages_ == 1 && count_chunks(0) <= 1); }
+
+  // Runs all stages, one after the other. With `seconds` [num_stages], adds to each what it took.
+  void lead(Scratch& scratch, double* seconds) noexcept;
+
+  // Works along from the stage that the caller is at, as long as there is something to do.
+  void help(Scratch& scratch) noexcept;
+
   // A helper that joined and has not left yet holds the job up from being used again.
   void enter() { num_helpers_.fetch_add(1, std::memory_order_relaxed); }
   void leave() { num_helpers_.fetch_sub(1, std::memory_order_release); }
   bool has_helpers() const { return num_helpers_.load(std::memory_order_acquire) > 0; }
 
-  int num_stages() const { return num_stages_; }
-  bool is_over() const { return is_over_.load(std::memory_order_acquire); }
-  void set_over() { is_over_.store(true, std::memory_order_release); }
-
-  // Works on a stage as long as it has chunks, then waits for the claimed ones.
-  void work(int stage, Scratch& scratch);
-
  private:
+  // One cache line per stage: the cores pass it to each other with every chunk.
   struct alignas(64) Progress {
-    std::atomic<int64_t> num_chunks{-1};
-    std::atomic<int64_t> num_claimed{0};
-    alignas(64) std::atomic<int64_t> num_done{0};
+    // Chunks that are claimed in the upper half, that are done in the lower: a thread that has done
+    // one and claims the next says both at once.
+    std::atomic<uint64_t> claimed_and_done{0};
+    std::atomic<int64_t> num_chunks{kUnknown};
   };
+  static constexpr int64_t kUnknown = -1;
 
   int64_t count_chunks(int stage);
+  // Works on a stage as long as it has chunks, then waits for the claimed ones.
+  void work(int stage, Scratch& scratch);
 
   std::shared_ptr<const void> owner_;
   const Stage* const* stages_;
   int num_stages_;
   int64_t counts_[kMaxCounts] = {};
-  std::atomic<bool> is_over_{false};
-  std::atomic<int> num_helpers_{0};
   std::unique_ptr<Progress[]> progress_;
+  // The first stage that may have work left; num_stages_ when the job is over.
+  std::atomic<int> current_stage_{0};
+  std::atomic<int> num_helpers_{0};
 };
 
 class Pool {
  public:
+  // The caller counts as one thread. Where the system refuses more threads, there are fewer.
   explicit Pool(int num_threads);
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  int num_threads() const { return static_cast<int>(helpers_.size()) + 1; }
+  // Runs all stages, one after the other; returns when the last is over. The helpers serve one
+  // caller at a time: who comes while they do, be it a stage that runs a job itself, and who comes
+  // in a child of a fork, where they are gone, works alone.
+  void run(const std::shared_ptr<Job>& job, double* seconds = nullptr) noexcept;
 
-  // Runs all stages, one after the other; returns when the last is over. One caller at a time. With
-  // `seconds` [num_stages], adds to each what its stage took.
-  void run(const std::shared_ptr<Job>& job, double* seconds = nullptr);
-
-  // Runs `chunk(index, scratch)` for each index, on stages made for this one call.
+  // Runs `chunk(index, scratch)` for each index.
   template <class Chunk>
-  void for_each(int64_t num_chunks, Chunk chunk);
+  void for_each(int64_t num_chunks, Chunk chunk) noexcept;
+
+  int num_threads() const { return static_cast<int>(helpers_.size()) + 1; }
+  // Whether this process is a child of the pool's, without its threads: it may use the pool, but
+  // not delete it.
+  bool is_forked() const;
 
  private:
-  void help();
-  std::shared_ptr<Job> next_job(uint32_t* seen);
+  void start(int num_helpers);
+  void serve();
+  std::shared_ptr<Job> next_job(uint32_t* num_seen);
+  void post(const std::shared_ptr<Job>& job);
 
   std::mutex mutex_;
   std::condition_variable job_came_;
-  std::shared_ptr<Job> job_;  // under mutex_
-  int num_asleep_ = 0;        // under mutex_
-  bool stops_ = false;        // under mutex_
-  std::atomic<uint32_t> num_jobs_{0};
+  std::shared_ptr<Job> job_;  // under mutex_; the next three too
+  uint32_t num_jobs_ = 0;
+  int num_asleep_ = 0;
+  bool stops_ = false;
+  std::atomic<uint32_t> num_posted_{0};  // num_jobs_, for those who look out without the mutex
+  std::atomic<bool> is_taken_{false};
   Scratch caller_scratch_;
+  pid_t process_;
   std::vector<std::thread> helpers_;
 };
 
 template <class Chunk>
-void Pool::for_each(int64_t num_chunks, Chunk chunk) {
-  struct One : Stage {
-    One(int64_t n, Chunk f) : num_chunks_(n), chunk_(std::move(f)) { self = this; }
+void Pool::for_each(int64_t num_chunks, Chunk chunk) noexcept {
+  struct Only : Stage {
+    Only(int64_t n, Chunk f) : num_chunks_(n), chunk_(std::move(f)), self_(this) {}
     int64_t num_chunks(const int64_t*) const override { return num_chunks_; }
     void run(int64_t index, const int64_t*, Scratch& scratch) const override {
       chunk_(index, scratch);
     }
     int64_t num_chunks_;
     Chunk chunk_;
-    const Stage* self;
+    const Stage* self_;
   };
-  auto stage = std::make_shared<One>(num_chunks, std::move(chunk));
-  const Stage* const* stages = &stage->self;
-  auto job = std::make_shared<Job>(std::move(stage), stages, 1);
-  run(job);
+  auto stage = std::make_shared<Only>(num_chunks, std::move(chunk));
+  const Stage* const* stages = &stage->self_;
+  run(std::make_shared<Job>(std::move(stage), stages, 1));
 }
 
 }  // namespace tokenline

@@ -1,20 +1,23 @@
-// See program.h; and the parts of the C interface that need no kernel.
+// See program.h; and the C interface of pools and programs.
 #include "program.h"
 
 #include <algorithm>
+#include <exception>
+#include <new>
 
 using tokenline::Job;
 using tokenline::Pool;
 using tokenline::Stage;
 
-void TlProgram::add(std::unique_ptr<Stage> stage) {
+void TlProgram::add(std::unique_ptr<Stage> stage) noexcept {
   stages_->all.push_back(stage.get());
   stages_->owned.push_back(std::move(stage));
-  op_of_stage_.push_back(num_ops() - 1);
+  op_of_stage_.push_back(names_.size() - 1);
+  stage_seconds_.push_back(0.0);
   job_.reset();
 }
 
-void TlProgram::run(Pool& pool, const int64_t* counts) {
+void TlProgram::run(Pool& pool, const int64_t* counts) noexcept {
   // A helper that has not yet left the last run keeps that job; this run then gets its own.
   if (!job_ || job_->has_helpers()) {
     const auto& all = stages_->all;
@@ -26,7 +29,7 @@ void TlProgram::run(Pool& pool, const int64_t* counts) {
 
 void TlProgram::set_profiling(bool is_on) {
   profiles_ = is_on;
-  stage_seconds_.assign(op_of_stage_.size(), 0.0);
+  std::fill(stage_seconds_.begin(), stage_seconds_.end(), 0.0);
 }
 
 void TlProgram::profile(double* seconds) const {
@@ -34,52 +37,43 @@ void TlProgram::profile(double* seconds) const {
   for (size_t i = 0; i < stage_seconds_.size(); i++) seconds[op_of_stage_[i]] += stage_seconds_[i];
 }
 
-struct TlPool : Pool {
-  using Pool::Pool;
-};
+TlPool* tl_pool_new(int32_t num_threads) {
+  try {
+    return new TlPool(num_threads);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
 
-TlPool* tl_pool_new(int32_t num_threads) { return new TlPool(num_threads); }
-void tl_pool_delete(TlPool* pool) { delete pool; }
+void tl_pool_delete(TlPool* pool) {
+  // In a fork's child there is nobody to end, and what its threads held is held for ever.
+  if (pool && !pool->is_forked()) delete pool;
+}
 
-TlProgram* tl_program_new(void) { return new TlProgram; }
+int32_t tl_pool_num_threads(const TlPool* pool) { return pool->num_threads(); }
+
+TlProgram* tl_program_new(void) {
+  try {
+    return new TlProgram;
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
 void tl_program_delete(TlProgram* program) { delete program; }
+
 void tl_program_run(TlProgram* program, TlPool* pool, const int64_t counts[TL_NUM_COUNTS]) {
   program->run(*pool, counts);
 }
+
 int32_t tl_program_num_ops(const TlProgram* program) { return program->num_ops(); }
+
 const char* tl_program_op_name(const TlProgram* program, int32_t op) {
   return program->op_name(op);
 }
+
 void tl_program_set_profiling(TlProgram* program, int32_t is_on) {
   program->set_profiling(is_on != 0);
 }
+
 void tl_program_profile(const TlProgram* program, double* seconds) { program->profile(seconds); }
-
-const char* tl_instruction_set(void) {
-#if defined(TL_AVX512)
-  return "avx512";
-#elif defined(TL_AVX2)
-  return "avx2";
-#elif defined(TL_NEON)
-  return "neon";
-#else
-  return "portable";
-#endif
-}
-
-const char* tl_best_instruction_set(void) {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vnni")) {
-    return "avx512";
-  }
-  return has_avx2 ? "avx2" : "portable";
-#elif defined(__aarch64__)
-  return "neon";
-#else
-  return "portable";
-#endif
-}

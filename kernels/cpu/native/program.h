@@ -3,28 +3,34 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "api.h"
 #include "pool.h"
 
 // Named in the C interface, so outside the namespace.
+struct TlPool : tokenline::Pool {
+  using tokenline::Pool::Pool;
+};
+
 struct TlProgram {
-  // Ops are added first, then the program runs as often as one likes.
-  void begin_op(const char* name) { names_.push_back(name); }
-  void add(std::unique_ptr<tokenline::Stage> stage);
+  // Ops are added first, then the program runs as often as one likes. Begins an op; the stages
+  // added next are its own.
+  void begin_op(const char* name) noexcept { names_.push_back(name); }
+  void add(std::unique_ptr<tokenline::Stage> stage) noexcept;
   // Keeps `thing` alive as long as the program.
   template <class T>
-  T* keep(std::shared_ptr<T> thing) {
+  T* keep(std::shared_ptr<T> thing) noexcept {
     T* kept = thing.get();
     stages_->kept.push_back(std::move(thing));
     return kept;
   }
 
-  void run(tokenline::Pool& pool, const int64_t* counts);
+  void run(tokenline::Pool& pool, const int64_t* counts) noexcept;
 
   int num_ops() const { return static_cast<int>(names_.size()); }
-  const char* op_name(int op) const { return names_[op].c_str(); }
+  const char* op_name(int op) const { return names_[static_cast<size_t>(op)].c_str(); }
   void set_profiling(bool is_on);
   void profile(double* seconds) const;
 
@@ -38,7 +44,7 @@ struct TlProgram {
 
   std::shared_ptr<Stages> stages_ = std::make_shared<Stages>();
   std::vector<std::string> names_;
-  std::vector<int> op_of_stage_;
+  std::vector<size_t> op_of_stage_;
   std::shared_ptr<tokenline::Job> job_;
   bool profiles_ = false;
   std::vector<double> stage_seconds_;

@@ -1,0 +1,67 @@
+// Which instruction set this build uses, and which is the best that the machine has.
+#include "api.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
+namespace {
+
+#if defined(__x86_64__)
+bool has_f16c() {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+#elif defined(__aarch64__)
+bool has_dot_product() {
+#if defined(__linux__)
+  constexpr unsigned long kDotProduct = 1 << 20;  // HWCAP_ASIMDDP
+  return getauxval(AT_HWCAP) & kDotProduct;
+#else
+  return true;  // all of Apple's have it
+#endif
+}
+#endif
+
+}  // namespace
+
+const char* tl_interface(void) {
+#if defined(TL_INTERFACE)
+  return TL_INTERFACE;
+#else
+  return "";
+#endif
+}
+
+const char* tl_instruction_set(void) {
+#if defined(TL_AVX512)
+  return "avx512";
+#elif defined(TL_AVX2)
+  return "avx2";
+#elif defined(TL_NEON)
+  return "neon";
+#else
+  return "portable";
+#endif
+}
+
+// Of what the flags in build.py ask for.
+const char* tl_best_instruction_set(void) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                        __builtin_cpu_supports("bmi2") && has_f16c();
+  if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vnni")) {
+    return "avx512";
+  }
+  return has_avx2 ? "avx2" : "portable";
+#elif defined(__aarch64__)
+  return has_dot_product() ? "neon" : "portable";
+#else
+  return "portable";
+#endif
+}
