@@ -2,7 +2,7 @@
 
 import argparse
 
-from tests.bench import overload, pipeline, structured
+from tests.bench import accuracy, overload, peers, pipeline, structured
 
 
 def main() -> None:
@@ -11,6 +11,8 @@ def main() -> None:
     pipeline.add_command(commands)
     overload.add_command(commands)
     structured.add_command(commands)
+    accuracy.add_command(commands)
+    peers.add_command(commands)
     arguments = parser.parse_args()
     arguments.run(arguments)
 

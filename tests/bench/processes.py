@@ -69,17 +69,25 @@ class Processes:
         """Waits for the gateway's /readyz; raises RuntimeError when a child dies first."""
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline:
-            for name, child in self._children.items():
-                if child.poll() is not None:
-                    raise RuntimeError(f"{name} ended; the log's end:\n{self._log_tail()}")
+            self.check_alive()
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{gateway_port}/readyz", timeout=2):
                     return
             except OSError:
                 time.sleep(0.1)
-        raise RuntimeError(f"the line did not become ready; the log's end:\n{self._log_tail()}")
+        raise RuntimeError(f"the line did not become ready; the log's end:\n{self.log_tail()}")
 
-    def _log_tail(self) -> str:
+    @property
+    def pids(self) -> dict[str, int]:
+        return {name: child.pid for name, child in self._children.items()}
+
+    def check_alive(self) -> None:
+        """RuntimeError, with the log's end, when a child has ended."""
+        for name, child in self._children.items():
+            if child.poll() is not None:
+                raise RuntimeError(f"{name} ended; the log's end:\n{self.log_tail()}")
+
+    def log_tail(self) -> str:
         return "\n".join(self._log_path.read_text(errors="replace").splitlines()[-30:])
 
     def cpu_seconds(self) -> dict[str, float]:
