@@ -172,7 +172,7 @@ def open_store(
             descriptor = _lock(path)
             try:
                 # Whoever held the lock before may have written it.
-                file = _read(path, description, report)
+                file = _read(path, description, lambda line: None)
                 if file is None:
                     _check_space(descriptor, num_bytes)
                     stored = {**description, "model": str(model.absolute())}

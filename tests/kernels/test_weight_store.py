@@ -87,6 +87,7 @@ def test_weights_of_another_state_of_the_model_or_library_are_replaced(
     loads()
     loads(DESCRIPTION | {name: "other"})
     assert loads.num_packed == 4
+    assert len(loads.lines) == 2
     assert f"is not used: it is of another {name}" in loads.lines[0]
     loads(DESCRIPTION | {name: "other"})
     assert loads.num_packed == 0
