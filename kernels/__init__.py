@@ -2,12 +2,28 @@
 
 import torch
 
-from kernels.cpu.backend import CpuKernels
-from kernels.ops import AttentionPlan, Kernels, PackedLinear, StoredKind, StoredMatrix
+from kernels.config import KernelConfig
+from kernels.cpu.selection import select_cpu_kernels
+from kernels.ops import (
+    AttentionPlan,
+    CapturedRun,
+    Kernels,
+    KvCache,
+    KvLayer,
+    PackedEmbedding,
+    PackedLinear,
+    StoredKind,
+    StoredMatrix,
+)
 
 __all__ = [
     "AttentionPlan",
+    "CapturedRun",
+    "KernelConfig",
     "Kernels",
+    "KvCache",
+    "KvLayer",
+    "PackedEmbedding",
     "PackedLinear",
     "StoredKind",
     "StoredMatrix",
@@ -15,8 +31,11 @@ __all__ = [
 ]
 
 
-def select_kernels(device: torch.device) -> Kernels:
-    """The backend for tensors on `device`; chosen once, when a model is loaded."""
+def select_kernels(device: torch.device, config: KernelConfig | None = None) -> Kernels:
+    """The backend for tensors on `device`; chosen once, when a model is loaded.
+
+    Raises ValueError for what this machine or this build does not have.
+    """
     if device.type != "cpu":
         raise ValueError(f"no kernels for device {device}")
-    return CpuKernels()
+    return select_cpu_kernels(config or KernelConfig())

@@ -2,22 +2,34 @@
 
 Kernels know no requests: a batch is flat tensors, its sequences laid end to end. `T` is the number
 of tokens of a batch, `n` of its sequences, `V` of the vocabulary. Unless said otherwise floating
-tensors have the model's dtype, ids and indices are int64, sums run in float32 at least, and results
-are new tensors. A row's result never depends on which other rows are in the batch.
+tensors have the backend's `dtype`, ids, indices and positions are int32 or int64, sums run in
+float32 at least, and results are new tensors. A row's result never depends on which other rows are
+in the batch.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
-# What a backend made of a linear layer's weight, or of a batch's layout: only it can look inside.
+# What a backend made of weights, of the cache's layers, or of a batch's layout: only it can look
+# inside.
 PackedLinear = Any
+PackedEmbedding = Any
+KvLayer = Any
 AttentionPlan = Any
+
+
+class KvCache(Protocol):
+    """One `KvLayer` per layer."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, layer: int) -> KvLayer: ...
 
 
 class StoredKind(StrEnum):
@@ -47,20 +59,88 @@ class StoredMatrix:
     decode: Callable[[np.ndarray], np.ndarray] | None = None
 
 
+class CapturedRun(Protocol):
+    """Ops that `Kernels.capture` recorded."""
+
+    @property
+    def result(self) -> Tensor:
+        """Where the result comes to lie, for the most rows."""
+
+    def __call__(self, *counts: int) -> None:
+        """Runs the ops with so many rows of each count."""
+
+    def set_profiling(self, is_on: bool) -> None:
+        """Begins to add up the time of each op, from zero, or ends it."""
+
+    def op_seconds(self) -> Mapping[str, float]:
+        """Of all runs since profiling began, by kind of op."""
+
+
 class Kernels(ABC):
     """One backend's implementation of every op."""
 
+    # The type of activations, norms and biases.
+    dtype: torch.dtype
+    # What `pack_linear` and `pack_embedding` take as stored; anything else comes as floats.
+    stored_kinds: frozenset[StoredKind] = frozenset()
+    # One line for people: which implementation this is, and with which types.
+    description: str
+    # Else it has threads of its own.
+    uses_torch_threads: bool = True
+
+    def capture(
+        self, compute: Callable[[], Tensor], counted: Sequence[Sequence[Tensor]]
+    ) -> CapturedRun | None:
+        """Records the ops that `compute` calls, to run them as one; None where that gains nothing.
+
+        Count i says, in each run, how many rows of the tensors `counted[i]` are used, and so of
+        what is made of them. These tensors, int32, are read again in each run. `compute` may use
+        nothing but ops of this class on them and on tensors without such rows, and views of their
+        results that leave rows whole.
+        """
+        return None
+
     @abstractmethod
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        """Lays out `weight` [out, in] and `bias` [out] once, as `linear` likes to read them."""
+    def pack_linear(
+        self, parts: Sequence[Tensor | StoredMatrix], bias: Tensor | None = None
+    ) -> PackedLinear:
+        """Lays out a weight [out, in] and `bias` [out] once, as `linear` likes to read them.
+
+        The rows of `parts`, floating tensors of any type or stored matrices, lie one below the
+        other.
+        """
+
+    @abstractmethod
+    def pack_embedding(self, part: Tensor | StoredMatrix) -> PackedEmbedding:
+        """Lays out a table [rows, width] for `embedding`."""
+
+    @abstractmethod
+    def tied_head(self, embedding: PackedEmbedding) -> PackedLinear:
+        """The table as a weight for `linear`, in the same memory where the backend can."""
+
+    @abstractmethod
+    def kv_block_bytes(
+        self, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> int:
+        """Memory that one block of all layers takes."""
+
+    @abstractmethod
+    def allocate_kv(
+        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> KvCache:
+        """A cache of arbitrary contents; the system gives its memory as it is first written."""
 
     @abstractmethod
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """x [T, in] -> x weightᵀ + bias [T, out]."""
 
     @abstractmethod
-    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
+    def embedding(self, ids: Tensor, table: PackedEmbedding) -> Tensor:
         """Rows `ids` [T] of `table` [rows, width] -> [T, width]."""
+
+    @abstractmethod
+    def take_rows(self, x: Tensor, indices: Tensor) -> Tensor:
+        """Rows `indices` [m] of x [T, width] -> [m, width]."""
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -81,11 +161,12 @@ class Kernels(ABC):
     def rope_and_cache(
         self,
         query: Tensor,
-        query_cos_sin: Tensor,
+        query_positions: Tensor,
         key: Tensor,
         value: Tensor,
-        key_cos_sin: Tensor,
-        kv_layer: Tensor,
+        key_positions: Tensor,
+        cos_sin_table: Tensor,
+        kv_layer: KvLayer,
         slot_mapping: Tensor,
         query_norm: Tensor | None,
         key_norm: Tensor | None,
@@ -94,30 +175,36 @@ class Kernels(ABC):
         """Rotates query and key, writes key and value to the cache, returns the rotated query.
 
         query [Tq, heads, dim] and key, value [T, kv_heads, dim] may be of different tokens, each
-        with its rows of the rotary table, float32 [·, dim]: cos of dim / 2 angles, then sin. The
-        halves (a, b) of a head become (a cos - b sin, b cos + a sin) (Su et al., 2021). With
-        query_norm and key_norm [dim] each head is rms-normalised first. Token i of `key` goes to
-        slot slot_mapping[i] of kv_layer [2, num_blocks, block_size, kv_heads, dim], where
+        with its positions, which are rows of the rotary table, float32 [positions, dim]: cos of
+        dim / 2 angles, then sin. The halves (a, b) of a head become (a cos - b sin, b cos + a sin)
+        (Su et al., 2021). With query_norm and key_norm [dim] each head is rms-normalised first.
+        Token i of `key` goes to slot slot_mapping[i] of kv_layer, where
         slot = block · block_size + offset; slots are distinct. May overwrite query and key.
         """
 
     @abstractmethod
     def plan_attention(
-        self, cu_seqlens: Tensor, seq_lens: Tensor, block_table: Tensor, block_size: int
+        self,
+        cu_seqlens: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        block_size: int,
+        rows: Tensor | None = None,
     ) -> AttentionPlan:
         """Prepares, once for all layers of a step, the attention of a batch.
 
         Sequence i has queries [cu_seqlens[i], cu_seqlens[i + 1]) of the flat batch, at least one:
         the last tokens of its seq_lens[i] tokens. Its tokens lie in the blocks
         block_table[i, : ceil(seq_lens[i] / block_size)]; entries beyond may hold anything.
-        cu_seqlens [n + 1], seq_lens [n], block_table [n, max_blocks].
+        cu_seqlens [n + 1], seq_lens [n], block_table [n, max_blocks]. With `rows` [n], the length
+        and blocks of sequence i are in row rows[i] of seq_lens and block_table instead.
         """
 
     @abstractmethod
     def paged_attention(
         self,
         query: Tensor,
-        kv_layer: Tensor,
+        kv_layer: KvLayer,
         plan: AttentionPlan,
         scale: float,
         sliding_window: int = 0,
@@ -125,10 +212,9 @@ class Kernels(ABC):
         """Causal attention over the paged cache -> [T, heads, dim] (Kwon et al., 2023).
 
         softmax(scale · q kᵀ) v for a query at position p over the keys at positions <= p, and
-        > p - sliding_window where that is not 0. query [T, heads, dim], kv_layer as in
-        `rope_and_cache` and already holding the keys of these queries; query head h reads KV head
-        h // (heads / kv_heads). What lies in slots beyond a sequence's length, NaN included, has
-        no effect.
+        > p - sliding_window where that is not 0. query [T, heads, dim]; kv_layer already holds the
+        keys of these queries; query head h reads KV head h // (heads / kv_heads). What lies in
+        slots beyond a sequence's length, NaN included, has no effect.
         """
 
     @abstractmethod

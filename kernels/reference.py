@@ -1,19 +1,55 @@
 """Every op in its plainest form, as its contract says it, for tests to compare backends with."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from kernels.noise import gumbel_noise
-from kernels.ops import AttentionPlan, Kernels, PackedLinear
+from kernels.ops import (
+    AttentionPlan,
+    Kernels,
+    KvCache,
+    KvLayer,
+    PackedEmbedding,
+    PackedLinear,
+    StoredMatrix,
+)
 
 GREEDY_TEMPERATURE = 1e-5
 
 
 class ReferenceKernels(Kernels):
-    """Slow on purpose: a loop over sequences, one over queries, all sums in float64."""
+    """Slow on purpose: a loop over sequences, one over queries, all sums in float64.
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        return weight, bias
+    `dtype` is only what weights are packed and caches allocated as: ops take any.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype
+        self.description = f"reference kernels in {dtype}"
+
+    def pack_linear(
+        self, parts: Sequence[Tensor | StoredMatrix], bias: Tensor | None = None
+    ) -> PackedLinear:
+        return torch.cat([part.to(self.dtype) for part in parts]), bias
+
+    def pack_embedding(self, part: Tensor | StoredMatrix) -> PackedEmbedding:
+        return part.to(self.dtype)
+
+    def tied_head(self, embedding: PackedEmbedding) -> PackedLinear:
+        return embedding, None
+
+    def kv_block_bytes(
+        self, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> int:
+        return 2 * num_layers * block_size * num_kv_heads * head_dim * self.dtype.itemsize
+
+    def allocate_kv(
+        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> KvCache:
+        shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
+        return torch.full(shape, torch.nan, dtype=self.dtype)
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         weight, bias = packed
@@ -22,8 +58,11 @@ class ReferenceKernels(Kernels):
             result = result + bias.double()
         return result.to(x.dtype)
 
-    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
+    def embedding(self, ids: Tensor, table: PackedEmbedding) -> Tensor:
         return table[ids]
+
+    def take_rows(self, x: Tensor, indices: Tensor) -> Tensor:
+        return x[indices]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x64 = x.double()
@@ -41,11 +80,12 @@ class ReferenceKernels(Kernels):
     def rope_and_cache(
         self,
         query: Tensor,
-        query_cos_sin: Tensor,
+        query_positions: Tensor,
         key: Tensor,
         value: Tensor,
-        key_cos_sin: Tensor,
-        kv_layer: Tensor,
+        key_positions: Tensor,
+        cos_sin_table: Tensor,
+        kv_layer: KvLayer,
         slot_mapping: Tensor,
         query_norm: Tensor | None,
         key_norm: Tensor | None,
@@ -54,22 +94,29 @@ class ReferenceKernels(Kernels):
         if query_norm is not None and key_norm is not None:
             query = self.rms_norm(query, query_norm, eps)
             key = self.rms_norm(key, key_norm, eps)
-        rotated_key = _rotate(key, key_cos_sin)
+        rotated_key = _rotate(key, cos_sin_table[key_positions])
         block_size = kv_layer.shape[2]
         for token, slot in enumerate(slot_mapping.tolist()):
             kv_layer[0, slot // block_size, slot % block_size] = rotated_key[token]
             kv_layer[1, slot // block_size, slot % block_size] = value[token]
-        return _rotate(query, query_cos_sin)
+        return _rotate(query, cos_sin_table[query_positions])
 
     def plan_attention(
-        self, cu_seqlens: Tensor, seq_lens: Tensor, block_table: Tensor, block_size: int
+        self,
+        cu_seqlens: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        block_size: int,
+        rows: Tensor | None = None,
     ) -> AttentionPlan:
+        if rows is not None:
+            seq_lens, block_table = seq_lens[rows], block_table[rows]
         return cu_seqlens.tolist(), seq_lens.tolist(), block_table, block_size
 
     def paged_attention(
         self,
         query: Tensor,
-        kv_layer: Tensor,
+        kv_layer: KvLayer,
         plan: AttentionPlan,
         scale: float,
         sliding_window: int = 0,

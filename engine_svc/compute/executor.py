@@ -6,11 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engine_svc.compute.grammar_compiler import GrammarCompiler
 from engine_svc.compute.grammar_rows import GrammarRows
-from engine_svc.compute.kv_storage import KvLayout
+from engine_svc.compute.kv_storage import KvStorage, kv_block_bytes
 from engine_svc.compute.memory import (
     format_bytes,
     free_memory_bytes,
@@ -22,9 +21,10 @@ from engine_svc.compute.model.config import ModelConfig
 from engine_svc.compute.model.decoder import Decoder
 from engine_svc.compute.model.rotary import cos_sin_table
 from engine_svc.compute.model.weights import load_weights, open_source
+from engine_svc.compute.model_runner import ModelRunner, make_runner
+from engine_svc.compute.persistent_batch import PersistentBatch
 from engine_svc.compute.prompt_scoring import MAX_ROWS_AT_ONCE, score_prompts
 from engine_svc.compute.sampler import SampledBatch, Sampler
-from engine_svc.compute.step_tensors import PersistentBatch, StepInputs
 from engine_svc.compute.verification import keep_accepted
 from engine_svc.planning.step import (
     PromptLogprobs,
@@ -36,13 +36,14 @@ from engine_svc.planning.step import (
     StepPlan,
     StepResult,
 )
-from kernels import select_kernels
+from kernels import KernelConfig, Kernels, select_kernels
 from protos.wire.errors import StartupError
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Of the memory left beside the model, what the KV caches of a machine's engines take when not told:
 # the rest of the line, and other programs, need some too.
 _KV_SHARE = 0.3
+# OMP_NUM_THREADS, else one per core. Read before an engine changes it.
+_MACHINE_THREADS = torch.get_num_threads()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +55,30 @@ class ExecutorConfig:
     max_model_len: int = 0  # the model's own
     block_size: int = 16
     kv_memory_bytes: int = 0  # a share of the free memory
-    num_threads: int = 0  # torch's own choice: OMP_NUM_THREADS, else one per core
+    num_threads: int = 0  # OMP_NUM_THREADS, else one per core
     num_local_engines: int = 1  # with which the free memory and the cores are shared
-    dtype: str = "float32"  # or bfloat16
+    # As in kernels.KernelConfig: `weights`, `kv`, `implementation`.
+    dtype: str = "auto"
+    kv_dtype: str = "auto"
+    cpu_kernels: str = "auto"
 
 
 class Executor:
     """Owns a model, its KV cache and the rows of the running batch. Used by one thread."""
 
     def __init__(
-        self, decoder: Decoder, sampler: Sampler, kv_cache: Tensor, batch: PersistentBatch
+        self,
+        runner: ModelRunner,
+        sampler: Sampler,
+        batch: PersistentBatch,
+        num_blocks: int,
+        num_threads: int = 1,
     ) -> None:
-        self._decoder = decoder
+        self._runner = runner
         self._sampler = sampler
-        self._kv_cache = kv_cache
         self._batch = batch
+        self._num_blocks = num_blocks
+        self._num_threads = num_threads
         self._grammars: GrammarRows | None = None
 
     @classmethod
@@ -78,50 +88,50 @@ class Executor:
         `report` gets a line now and then. StartupError says in one line what is wrong with the
         model or why there is not enough memory for it.
         """
-        own_threads = max(1, torch.get_num_threads() // config.num_local_engines)
-        torch.set_num_threads(config.num_threads or own_threads)
-        kernels = select_kernels(torch.device("cpu"))
-        dtype = _DTYPES[config.dtype]
+        num_threads = config.num_threads or max(1, _MACHINE_THREADS // config.num_local_engines)
+        kernels = _select_kernels(config, num_threads)
+        report(kernels.description)
         source = open_source(model)
         model_config = source.config
         max_model_len = _max_model_len(config, model_config)
-        layout = KvLayout.of(model_config, config.block_size, dtype)
-        num_blocks = _num_blocks(config, model_config, layout, max_model_len, dtype)
+        num_blocks = _num_blocks(config, model_config, kernels, max_model_len)
         with torch.inference_mode():
-            weights = load_weights(source, kernels, dtype, report)
+            weights = load_weights(source, kernels, kernels.dtype, report)
             table = cos_sin_table(
                 model_config.rope,
                 model_config.head_dim,
                 max_model_len,
                 source.rope_frequency_factors(),
             )
-            kv_cache = layout.allocate(num_blocks)
-        executor = cls(
-            Decoder(kernels, model_config, weights, table),
-            Sampler(kernels),
-            kv_cache,
-            PersistentBatch(
-                config.max_num_seqs, max_model_len, config.block_size, model_config.vocab_size
-            ),
-        )
+            kv = KvStorage.allocate(kernels, model_config, num_blocks, config.block_size)
+            batch = PersistentBatch(
+                config.max_num_seqs,
+                max_model_len,
+                config.block_size,
+                model_config.vocab_size,
+                config.max_num_batched_tokens,
+            )
+            decoder = Decoder(kernels, model_config, weights, table)
+            runner = make_runner(kernels, decoder, kv, batch.staged, _max_rows(config))
+        executor = cls(runner, Sampler(kernels), batch, num_blocks, num_threads)
+        kv_bytes = num_blocks * kv_block_bytes(kernels, model_config, config.block_size)
         report(
-            f"KV cache: {num_blocks} blocks of {config.block_size} tokens, "
-            f"{format_bytes(num_blocks * layout.block_bytes)}"
+            f"KV cache: {num_blocks} blocks of {config.block_size} tokens, {format_bytes(kv_bytes)}"
         )
         executor._warm_up()
         return executor
 
     @property
     def num_blocks(self) -> int:
-        return int(self._kv_cache.shape[2])
+        return self._num_blocks
 
     @property
     def block_size(self) -> int:
-        return int(self._kv_cache.shape[3])
+        return self._batch.block_size
 
     @property
     def vocab_size(self) -> int:
-        return self._decoder.vocab_size
+        return self._batch.vocab_size
 
     @property
     def max_model_len(self) -> int:
@@ -129,42 +139,46 @@ class Executor:
 
     def follow_grammars(self, compiler: GrammarCompiler) -> None:
         """Once, before the first step: rows may have grammars from now on."""
-        self._grammars = GrammarRows(compiler, torch.get_num_threads())
+        self._grammars = GrammarRows(compiler, self._num_threads)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Computes a step. After an exception the plan's rows hold nothing of use."""
-        inputs = self._batch.apply(plan)
+        layout = self._batch.apply(plan)
         if self._grammars is not None:
             for start in plan.starts:
                 self._grammars.start(start)
-        if not len(inputs.token_ids):
+        if not plan.steps:
             return StepResult()
-        hidden = self._decoder.forward(inputs, self._kv_cache)
+        self._runner.forward(layout.counts)
         of_prompts: tuple[PromptLogprobs, ...] = ()
-        if inputs.prompt_targets is not None:
-            of_prompts = score_prompts(self._decoder, self._sampler, hidden, inputs.prompt_targets)
-            hidden = hidden[inputs.sample_places]
-        if not len(hidden):
-            return StepResult((), of_prompts)
-        return StepResult(self._sample(plan, inputs, self._decoder.logits(hidden)), of_prompts)
+        if layout.prompt_targets is not None:
+            of_prompts = score_prompts(self._runner, self._sampler, layout.prompt_targets)
+        sampled: tuple[SampledToken, ...] = ()
+        for begin in range(0, len(layout.sample_places), self._runner.max_rows):
+            part = slice(begin, begin + self._runner.max_rows)
+            sampled += self._sample(
+                layout.sample_places[part],
+                layout.sampled_rows[part],
+                layout.sampled_positions[part],
+            )
+        return StepResult(keep_accepted(plan.steps, sampled), of_prompts)
 
     def _sample(
-        self, plan: StepPlan, inputs: StepInputs, logits: Tensor
+        self, places: np.ndarray, rows: np.ndarray, positions: np.ndarray
     ) -> tuple[SampledToken, ...]:
-        rows = np.array([step.row for step in plan.steps], np.int64)
-        rows = rows[inputs.sampled_sequences.numpy()]
-        seq_lens = inputs.sampled_lens.numpy()
-        sampling = self._batch.sampling_inputs(rows, seq_lens)
+        """One token each for `rows`, at `positions`, after kept tokens `places`; all int64 [s]."""
+        logits = self._runner.logits(places)
+        sampling = self._batch.sampling_inputs(rows, positions)
         mask = None if self._grammars is None else self._grammars.mask(rows.tolist())
         if mask is not None:
             sampling = replace(sampling, masks=(mask, *sampling.masks))
         sampled = self._sampler.sample(logits, sampling)
-        self._batch.append(rows, seq_lens, sampled.token_ids.numpy())
+        self._batch.append(rows, positions, sampled.token_ids.numpy())
         errors, completed = list(sampled.errors), [False] * len(rows)
         if self._grammars is not None and mask is not None:
             completed = self._grammars.accept(rows.tolist(), sampled.token_ids.tolist(), errors)
-        return keep_accepted(plan.steps, _sampled_tokens(rows, sampled, errors, completed))
+        return _sampled_tokens(rows, sampled, errors, completed)
 
     def _warm_up(self) -> None:
         """One token through all the code, so that the first request does not pay for first calls.
@@ -194,6 +208,21 @@ def _sampled_tokens(
     )
 
 
+def _select_kernels(config: ExecutorConfig, num_threads: int) -> Kernels:
+    wanted = KernelConfig(config.dtype, config.kv_dtype, config.cpu_kernels, num_threads)
+    try:
+        kernels = select_kernels(torch.device("cpu"), wanted)
+    except ValueError as error:
+        raise StartupError(str(error)) from error
+    # Kernels with threads of their own need no others beside them.
+    torch.set_num_threads(num_threads if kernels.uses_torch_threads else 1)
+    return kernels
+
+
+def _max_rows(config: ExecutorConfig) -> int:
+    return max(config.max_num_seqs, MAX_ROWS_AT_ONCE)
+
+
 def _max_model_len(config: ExecutorConfig, model_config: ModelConfig) -> int:
     if config.max_model_len > model_config.max_model_len:
         raise StartupError(
@@ -204,35 +233,29 @@ def _max_model_len(config: ExecutorConfig, model_config: ModelConfig) -> int:
 
 
 def _num_blocks(
-    config: ExecutorConfig,
-    model_config: ModelConfig,
-    layout: KvLayout,
-    max_model_len: int,
-    dtype: torch.dtype,
+    config: ExecutorConfig, model_config: ModelConfig, kernels: Kernels, max_model_len: int
 ) -> int:
     """How many KV blocks there is room for beside the weights."""
-    model_bytes = weight_bytes(model_config, dtype) + step_bytes(
-        model_config,
-        dtype,
-        config.max_num_batched_tokens,
-        max(config.max_num_seqs, MAX_ROWS_AT_ONCE),
+    block_bytes = kv_block_bytes(kernels, model_config, config.block_size)
+    model_bytes = weight_bytes(model_config, kernels.dtype) + step_bytes(
+        model_config, kernels.dtype, config.max_num_batched_tokens, _max_rows(config)
     )
     model_bytes += rotary_bytes(model_config, max_model_len)
     free = free_memory_bytes()
     share = _KV_SHARE / config.num_local_engines
     kv_bytes = config.kv_memory_bytes or int(max(0, free - model_bytes) * share)
-    needed = model_bytes + max(kv_bytes, layout.block_bytes)
+    needed = model_bytes + max(kv_bytes, block_bytes)
     if needed > free:
         raise StartupError(
             f"not enough memory: {format_bytes(model_bytes)} for the model and "
             f"{format_bytes(needed - model_bytes)} for the KV cache are needed, "
             f"{format_bytes(free)} are free"
         )
-    num_blocks = kv_bytes // layout.block_bytes
+    num_blocks = kv_bytes // block_bytes
     if not num_blocks:
         raise StartupError(
             f"the KV cache is given {format_bytes(kv_bytes)}, "
-            f"but one block takes {format_bytes(layout.block_bytes)}"
+            f"but one block takes {format_bytes(block_bytes)}"
         )
     if config.kv_memory_bytes:
         return num_blocks

@@ -1,45 +1,32 @@
-"""The KV cache: its layout, what a block takes, and how many blocks memory has room for."""
+"""The KV cache of a model: its blocks, and what one of them takes."""
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from engine_svc.compute.model.config import ModelConfig
+from kernels import Kernels, KvCache
 
 
 @dataclass(frozen=True, slots=True)
-class KvLayout:
-    """[num_layers, 2 (keys, values), num_blocks, block_size, num_kv_heads, head_dim].
+class KvStorage:
+    """Token `offset` of a block lies in slot block · block_size + offset of every layer."""
 
-    Token `offset` of a block lies in slot block · block_size + offset of every layer.
-    """
-
-    num_layers: int
+    layers: KvCache
+    num_blocks: int
     block_size: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
 
     @classmethod
-    def of(cls, config: ModelConfig, block_size: int, dtype: torch.dtype) -> "KvLayout":
-        return cls(config.num_layers, block_size, config.num_kv_heads, config.head_dim, dtype)
-
-    @property
-    def block_bytes(self) -> int:
-        values = 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim
-        return values * self.dtype.itemsize
-
-    def allocate(self, num_blocks: int) -> Tensor:
-        """Memory that the system gives page by page as it is first written; contents arbitrary."""
-        return torch.empty(
-            (
-                self.num_layers,
-                2,
-                num_blocks,
-                self.block_size,
-                self.num_kv_heads,
-                self.head_dim,
-            ),
-            dtype=self.dtype,
+    def allocate(
+        cls, kernels: Kernels, config: ModelConfig, num_blocks: int, block_size: int
+    ) -> "KvStorage":
+        """Contents are arbitrary."""
+        layers = kernels.allocate_kv(
+            config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim
         )
+        return cls(layers, num_blocks, block_size)
+
+
+def kv_block_bytes(kernels: Kernels, config: ModelConfig, block_size: int) -> int:
+    """What one block takes, over all layers."""
+    return kernels.kv_block_bytes(
+        config.num_layers, block_size, config.num_kv_heads, config.head_dim
+    )

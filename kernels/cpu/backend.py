@@ -1,27 +1,66 @@
-"""The CPU backend: every op of `Kernels` on torch's own CPU ops."""
+"""The CPU backend without a compiled library: every op of `Kernels` on torch's own CPU ops."""
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu import attention, linear, sampling
-from kernels.ops import AttentionPlan, Kernels, PackedLinear
+from kernels.ops import (
+    AttentionPlan,
+    Kernels,
+    KvCache,
+    KvLayer,
+    PackedEmbedding,
+    PackedLinear,
+    StoredMatrix,
+)
 
 
 class CpuKernels(Kernels):
-    """Holds scratch buffers, so one instance serves one thread."""
+    """Weights, activations and KV are held in `dtype`, float32 or bfloat16.
 
-    def __init__(self) -> None:
+    Holds scratch buffers, so one instance serves one thread.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype
+        self.description = f"torch's own CPU kernels in {str(dtype).removeprefix('torch.')}"
         self._attention = attention.PagedAttention()
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        return linear.pack(weight, bias)
+    def pack_linear(
+        self, parts: Sequence[Tensor | StoredMatrix], bias: Tensor | None = None
+    ) -> PackedLinear:
+        return linear.pack(torch.cat([part.to(self.dtype) for part in parts]), bias)
+
+    def pack_embedding(self, part: Tensor | StoredMatrix) -> PackedEmbedding:
+        return part.to(self.dtype)
+
+    def tied_head(self, embedding: PackedEmbedding) -> PackedLinear:
+        return linear.pack(embedding, None)
+
+    def kv_block_bytes(
+        self, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> int:
+        return 2 * num_layers * block_size * num_kv_heads * head_dim * self.dtype.itemsize
+
+    def allocate_kv(
+        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> KvCache:
+        """A tensor of a layer [2 (keys, values), num_blocks, block_size, num_kv_heads, head_dim]
+        each."""
+        shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
+        return torch.empty(shape, dtype=self.dtype)
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         return packed(x)
 
-    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
+    def embedding(self, ids: Tensor, table: PackedEmbedding) -> Tensor:
         return table.index_select(0, ids)
+
+    def take_rows(self, x: Tensor, indices: Tensor) -> Tensor:
+        return x.index_select(0, indices)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -39,11 +78,12 @@ class CpuKernels(Kernels):
     def rope_and_cache(
         self,
         query: Tensor,
-        query_cos_sin: Tensor,
+        query_positions: Tensor,
         key: Tensor,
         value: Tensor,
-        key_cos_sin: Tensor,
-        kv_layer: Tensor,
+        key_positions: Tensor,
+        cos_sin_table: Tensor,
+        kv_layer: KvLayer,
         slot_mapping: Tensor,
         query_norm: Tensor | None,
         key_norm: Tensor | None,
@@ -52,20 +92,32 @@ class CpuKernels(Kernels):
         if query_norm is not None and key_norm is not None:
             query = self.rms_norm(query, query_norm, eps)
             key = self.rms_norm(key, key_norm, eps)
-        slots = kv_layer.flatten(1, 2)
-        slots[0].index_copy_(0, slot_mapping, _rotate(key, key_cos_sin))
+        cos_sin = cos_sin_table.index_select(0, key_positions)
+        slots, slot_mapping = kv_layer.flatten(1, 2), slot_mapping.long()
+        slots[0].index_copy_(0, slot_mapping, _rotate(key, cos_sin))
         slots[1].index_copy_(0, slot_mapping, value)
-        return _rotate(query, query_cos_sin)
+        if query_positions is not key_positions:
+            cos_sin = cos_sin_table.index_select(0, query_positions)
+        return _rotate(query, cos_sin)
 
     def plan_attention(
-        self, cu_seqlens: Tensor, seq_lens: Tensor, block_table: Tensor, block_size: int
+        self,
+        cu_seqlens: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        block_size: int,
+        rows: Tensor | None = None,
     ) -> AttentionPlan:
+        if rows is not None:
+            seq_lens = seq_lens[rows]
+            most_blocks = -(-int(seq_lens.max()) // block_size)
+            block_table = block_table[:, :most_blocks][rows]
         return attention.plan(cu_seqlens, seq_lens, block_table, block_size)
 
     def paged_attention(
         self,
         query: Tensor,
-        kv_layer: Tensor,
+        kv_layer: KvLayer,
         plan: AttentionPlan,
         scale: float,
         sliding_window: int = 0,

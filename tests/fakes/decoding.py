@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from engine_svc.compute.executor import Executor, ExecutorConfig
-from engine_svc.compute.kv_storage import KvLayout
+from engine_svc.compute.kv_storage import KvStorage
 from engine_svc.compute.model.decoder import Decoder
 from engine_svc.compute.model.rotary import cos_sin_table
 from engine_svc.compute.model.weights import WeightSource, load_weights
-from engine_svc.compute.step_tensors import PersistentBatch
+from engine_svc.compute.model_runner import make_runner
+from engine_svc.compute.persistent_batch import PersistentBatch
 from engine_svc.planning.step import (
     RowStart,
     RowStep,
@@ -19,7 +20,7 @@ from engine_svc.planning.step import (
     SamplingParameters,
     StepPlan,
 )
-from kernels import select_kernels
+from kernels import KernelConfig, KvCache, select_kernels
 
 BLOCK_SIZE = 16
 
@@ -31,28 +32,42 @@ def load_tiny_executor(directory: Path, **overrides: object) -> Executor:
         "max_num_batched_tokens": 512,
         "kv_memory_bytes": 4 << 20,
         "num_threads": 2,
+        "dtype": "float32",
     }
     config = ExecutorConfig(**(settings | overrides))  # type: ignore[arg-type]
     return Executor.load(directory, config, report=lambda line: None)
 
 
-class SequenceLogits:
-    """A model that gives the logits after each chunk of one sequence, by its own KV cache."""
+def fill_with_nan(layers: KvCache) -> None:
+    """So that whatever reads a slot before it is written shows."""
+    memory = layers if isinstance(layers, Tensor) else layers.memory  # type: ignore[attr-defined]
+    # All bits set are a NaN in every floating type.
+    memory.view(torch.uint8).fill_(0xFF)
 
-    def __init__(self, source: WeightSource) -> None:
+
+class SequenceLogits:
+    """A model that gives the logits after each chunk of one sequence, by its own KV cache.
+
+    `kernels` computes in float32, unless told.
+    """
+
+    def __init__(self, source: WeightSource, kernels: KernelConfig | None = None) -> None:
         torch.set_num_threads(2)
-        kernels = select_kernels(torch.device("cpu"))
+        ops = select_kernels(torch.device("cpu"), kernels or KernelConfig("float32"))
         config = source.config
-        layout = KvLayout.of(config, BLOCK_SIZE, torch.float32)
         num_blocks = -(-config.max_model_len // BLOCK_SIZE)
         with torch.inference_mode():
-            weights = load_weights(source, kernels, torch.float32, report=lambda line: None)
+            weights = load_weights(source, ops, ops.dtype, report=lambda line: None)
             table = cos_sin_table(
                 config.rope, config.head_dim, config.max_model_len, source.rope_frequency_factors()
             )
-            self._kv_cache = layout.allocate(num_blocks).fill_(torch.nan)
-        self._decoder = Decoder(kernels, config, weights, table)
-        self._batch = PersistentBatch(1, config.max_model_len, BLOCK_SIZE, config.vocab_size)
+            kv = KvStorage.allocate(ops, config, num_blocks, BLOCK_SIZE)
+            fill_with_nan(kv.layers)
+            self._batch = PersistentBatch(
+                1, config.max_model_len, BLOCK_SIZE, config.vocab_size, config.max_model_len
+            )
+            decoder = Decoder(ops, config, weights, table)
+            self._runner = make_runner(ops, decoder, kv, self._batch.staged, max_rows=1)
         self._blocks = list(reversed(range(num_blocks)))
 
     @torch.inference_mode()
@@ -63,9 +78,9 @@ class SequenceLogits:
         num_computed, logits = 0, []
         for size in chunks:
             step = RowStep(0, num_computed, size, [], samples=True)
-            inputs = self._batch.apply(StepPlan(starts, [step]))
-            hidden = self._decoder.forward(inputs, self._kv_cache)
-            logits.append(self._decoder.logits(hidden)[0])
+            layout = self._batch.apply(StepPlan(starts, [step]))
+            self._runner.forward(layout.counts)
+            logits.append(self._runner.logits(layout.sample_places)[0].clone())
             starts, num_computed = [], num_computed + size
         return torch.stack(logits)
 

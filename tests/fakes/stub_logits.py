@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine_svc.compute.executor import Executor
+from engine_svc.compute.persistent_batch import PersistentBatch
 from engine_svc.compute.sampler import Sampler
-from engine_svc.compute.step_tensors import PersistentBatch, StepInputs
+from engine_svc.compute.step_tensors import StagedInputs, StepCounts
 from engine_svc.planning.limits import SchedulerConfig
 from kernels import select_kernels
 from tests.fakes.scheduler_driver import SchedulerDriver
@@ -15,19 +17,22 @@ from tests.fakes.scheduler_driver import SchedulerDriver
 MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE = 8, 128, 4
 
 
-class StubDecoder:
-    """Stands in for a Decoder: the logits after a token are a function of that token alone."""
+class StubRunner:
+    """Stands in for a model: the logits after a token are a function of that token alone."""
 
-    def __init__(self, logits_after: Callable[[Tensor], Tensor], vocab_size: int) -> None:
-        self.vocab_size = vocab_size
+    max_rows = 64
+
+    def __init__(self, logits_after: Callable[[Tensor], Tensor], staged: StagedInputs) -> None:
         self._logits_after = logits_after
+        self._staged = staged
+        self._kept = torch.empty(0)
 
-    def forward(self, inputs: StepInputs, kv_cache: Tensor) -> Tensor:
-        """The token ids themselves, [K, 1], of those kept."""
-        return inputs.token_ids[inputs.kept_indices][:, None]
+    def forward(self, counts: StepCounts) -> None:
+        inputs = self._staged.of_step(counts)
+        self._kept = inputs.token_ids[inputs.kept_indices]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._logits_after(hidden[:, 0])
+    def logits(self, places: np.ndarray) -> Tensor:
+        return self._logits_after(self._kept[torch.from_numpy(places)].long())
 
 
 def stub_driver(
@@ -38,11 +43,14 @@ def stub_driver(
     max_num_batched_tokens: int = 64,
 ) -> SchedulerDriver:
     """A scheduler before it; `logits_after` maps token ids [n] to float32 [n, vocab_size]."""
+    batch = PersistentBatch(
+        MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, vocab_size, max_num_batched_tokens
+    )
     executor = Executor(
-        StubDecoder(logits_after, vocab_size),  # type: ignore[arg-type]
+        StubRunner(logits_after, batch.staged),
         Sampler(select_kernels(torch.device("cpu"))),
-        torch.zeros(1, 2, num_blocks, BLOCK_SIZE, 1, 1),
-        PersistentBatch(MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, vocab_size),
+        batch,
+        num_blocks,
     )
     config = SchedulerConfig(
         max_num_seqs=MAX_NUM_SEQS,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import Kernels, select_kernels
+from kernels import KernelConfig, Kernels, select_kernels
 from kernels.reference import ReferenceKernels
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -18,12 +18,18 @@ EPS = 1e-5
 
 @pytest.fixture
 def kernels() -> Kernels:
-    return select_kernels(torch.device("cpu"))
+    return torch_kernels(torch.float32)
 
 
 @pytest.fixture
 def reference() -> Kernels:
     return ReferenceKernels()
+
+
+def torch_kernels(dtype: torch.dtype) -> Kernels:
+    weights = str(dtype).removeprefix("torch.")
+    config = KernelConfig(weights=weights, implementation="torch")
+    return select_kernels(torch.device("cpu"), config)
 
 
 @pytest.fixture
@@ -48,24 +54,50 @@ def test_a_device_without_kernels_is_refused() -> None:
         select_kernels(torch.device("meta"))
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        KernelConfig(weights="int8", implementation="torch"),
+        KernelConfig(kv="int8", implementation="torch"),
+        KernelConfig(weights="bfloat16", kv="float32", implementation="torch"),
+    ],
+)
+def test_what_torch_does_not_compute_with_is_refused_in_one_line(config: KernelConfig) -> None:
+    with pytest.raises(ValueError, match="torch's own kernels"):
+        select_kernels(torch.device("cpu"), config)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", NUM_TOKENS)
 @pytest.mark.parametrize(("rows", "columns"), [(96, 33), (7, 64), (258, 64), (129, 200)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_linear(kernels, reference, randn, dtype, num_tokens, rows, columns, has_bias) -> None:
+def test_linear(reference, randn, dtype, num_tokens, rows, columns, has_bias) -> None:
+    kernels = torch_kernels(dtype)
     x = randn(num_tokens, columns, dtype=dtype)
     weight = randn(rows, columns, dtype=dtype)
     bias = randn(rows, dtype=dtype) if has_bias else None
-    assert_close(
-        kernels.linear(x, kernels.pack_linear(weight, bias)),
-        reference.linear(x, reference.pack_linear(weight, bias)),
-    )
+    expected = reference.linear(x, (weight, bias))
+    assert_close(kernels.linear(x, kernels.pack_linear([weight], bias)), expected)
+    parts = list(weight.float().split([rows // 3, rows - rows // 3]))
+    assert_close(kernels.linear(x, kernels.pack_linear(parts, bias)), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_embedding(kernels, reference, randn, dtype) -> None:
+def test_embedding_and_tied_head(reference, randn, dtype) -> None:
+    kernels = torch_kernels(dtype)
     table, ids = randn(19, 33, dtype=dtype), torch.tensor([18, 0, 0, 7])
-    assert torch.equal(kernels.embedding(ids, table), reference.embedding(ids, table))
+    packed = kernels.pack_embedding(table)
+    for indices in (ids, ids.int()):
+        assert torch.equal(kernels.embedding(indices, packed), table[ids])
+    x = randn(3, 33, dtype=dtype)
+    expected = reference.linear(x, (table, None))
+    assert_close(kernels.linear(x, kernels.tied_head(packed)), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_take_rows(kernels, randn, dtype) -> None:
+    x, indices = randn(5, 7, dtype=dtype), torch.tensor([3, 3, 0], dtype=torch.int32)
+    assert torch.equal(kernels.take_rows(x, indices), x[[3, 3, 0]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -100,16 +132,28 @@ def test_rope_and_cache(
     block_size, num_blocks = 16, 12
     projected = randn(num_tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     query, key, value = projected.unflatten(1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=1)
-    angles = randn(num_tokens, dim // 2) * 100
-    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
-    num_queries = (num_tokens + 1) // 2
-    slots = torch.randperm(num_blocks * block_size, generator=torch.Generator().manual_seed(1))
+    angles = randn(300, dim // 2) * 100
+    cos_sin_table = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    generator = torch.Generator().manual_seed(1)
+    positions = torch.randint(300, (num_tokens,), generator=generator)
+    queries = torch.arange(0, num_tokens, 2)
+    slots = torch.randperm(num_blocks * block_size, generator=generator)[:num_tokens].int()
     norms = [randn(dim, dtype=dtype), randn(dim, dtype=dtype)] if has_norms else [None, None]
 
     def run(ops: Kernels) -> tuple[Tensor, Tensor]:
         kv_layer = torch.zeros(2, num_blocks, block_size, kv_heads, dim, dtype=dtype)
-        arguments = query[:num_queries].clone(), cos_sin[:num_queries], key.clone(), value, cos_sin
-        rotated = ops.rope_and_cache(*arguments, kv_layer, slots[:num_tokens], *norms, EPS)
+        rotated = ops.rope_and_cache(
+            query[queries].clone(),
+            positions[queries],
+            key.clone(),
+            value,
+            positions,
+            cos_sin_table,
+            kv_layer,
+            slots,
+            *norms,
+            EPS,
+        )
         return rotated, kv_layer
 
     for actual, expected in zip(run(kernels), run(reference), strict=True):
@@ -141,6 +185,15 @@ def test_paged_attention(
         for ops in (kernels, reference)
     )
     assert_close(actual, expected)
+    # The same batch by rows of larger tables.
+    cu_seqlens, seq_lens, block_table = layout
+    rows = torch.randperm(len(batch) + 3, generator=torch.Generator().manual_seed(3))[: len(batch)]
+    all_lens, all_blocks = torch.full((len(batch) + 3,), 99), torch.zeros(len(batch) + 3, 50).int()
+    all_lens[rows] = seq_lens
+    all_blocks[rows, : block_table.shape[1]] = block_table.int()
+    plan = kernels.plan_attention(cu_seqlens, all_lens, all_blocks, 16, rows)
+    again = kernels.paged_attention(query, kv_layer, plan, dim**-0.5, sliding_window)
+    assert torch.equal(again, actual)
 
 
 def paged_batch(
@@ -170,7 +223,7 @@ def test_a_row_is_bit_equal_alone_and_among_others(kernels, randn) -> None:
     width, rows = 96, 601
     x, weight = randn(rows, width), randn(width)
     gate_up = randn(rows, 2 * width)
-    packed = kernels.pack_linear(randn(48, width))
+    packed = kernels.pack_linear([randn(48, width)])
     ops: list[tuple[Callable[[Tensor], Tensor], Tensor]] = [
         (lambda x: kernels.linear(x, packed), x),
         (lambda x: kernels.rms_norm(x, weight, EPS), x),
@@ -187,14 +240,24 @@ def test_a_row_is_bit_equal_alone_and_among_others(kernels, randn) -> None:
 def test_rope_gives_a_token_the_same_bits_alone_and_among_others(kernels, randn) -> None:
     tokens, heads, dim = 301, 3, 80
     query, key, angles = randn(tokens, heads, dim), randn(tokens, 1, dim), randn(tokens, dim // 2)
-    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    cos_sin_table = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    positions = torch.arange(tokens)
     norms = randn(dim), randn(dim)
 
     def run(chosen: slice) -> tuple[Tensor, Tensor]:
         kv_layer = torch.zeros(2, 19, 16, 1, dim)
-        slots = torch.arange(tokens)[chosen]
-        arguments = query[chosen].clone(), cos_sin[chosen], key[chosen].clone(), key[chosen]
-        rotated = kernels.rope_and_cache(*arguments, cos_sin[chosen], kv_layer, slots, *norms, EPS)
+        rotated = kernels.rope_and_cache(
+            query[chosen].clone(),
+            positions[chosen],
+            key[chosen].clone(),
+            key[chosen],
+            positions[chosen],
+            cos_sin_table,
+            kv_layer,
+            positions[chosen],
+            *norms,
+            EPS,
+        )
         return rotated, kv_layer.flatten(1, 2)[0, chosen]
 
     whole = run(slice(0, tokens))

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from engine_svc.compute.kv_storage import KvStorage
 from engine_svc.compute.model.config import ModelConfig
 from engine_svc.compute.model.layers import DecoderLayer, StepContext
 from engine_svc.compute.model.weights import DecoderWeights
@@ -39,45 +40,45 @@ class Decoder:
     def vocab_size(self) -> int:
         return self._config.vocab_size
 
-    def forward(self, inputs: StepInputs, kv_cache: Tensor) -> Tensor:
-        """Computes a step's tokens; returns what `logits` takes of those kept, [K, hidden].
-
-        kv_cache [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim].
-        """
+    def forward(self, inputs: StepInputs, kv: KvStorage) -> Tensor:
+        """Computes a step's tokens; returns the hidden states of those kept, [K, hidden]."""
         kernels, eps = self._kernels, self._config.rms_norm_eps
-        step = self._context(inputs, block_size=kv_cache.shape[3])
+        step = self._context(inputs, kv.block_size)
         residual = kernels.embedding(inputs.token_ids, self._embedding)
         normed = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
-        for (layer, following), kv_layer in zip(pairwise(self._layers), kv_cache, strict=False):
-            output = layer.forward(normed, residual, step, kv_layer)
+        for index, (layer, following) in enumerate(pairwise(self._layers)):
+            output = layer.forward(normed, residual, step, kv.layers[index])
             normed = kernels.add_rms_norm(output, residual, following.input_norm, eps)
-        residual, output = self._layers[-1].forward_kept(normed, residual, step, kv_cache[-1])
+        residual, output = self._layers[-1].forward_kept(
+            normed, residual, step, kv.layers[len(self._layers) - 1]
+        )
         if not len(residual):
             return residual
         return kernels.add_rms_norm(output, residual, self._norm, eps)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden] -> float32 [n, vocab_size]; at least one."""
-        return self._kernels.linear(hidden, self._head).float()
+    def logits(self, hidden: Tensor, places: Tensor) -> Tensor:
+        """After rows `places` [s] of hidden [K, hidden] -> float32 [s, vocab_size]; s > 0."""
+        kept = self._kernels.take_rows(hidden, places)
+        return self._kernels.linear(kept, self._head).float()
 
     def _context(self, inputs: StepInputs, block_size: int) -> StepContext:
-        plan = self._kernels.plan_attention(
-            inputs.cu_seqlens, inputs.seq_lens, inputs.block_table, block_size
+        plan = kept_plan = self._kernels.plan_attention(
+            inputs.cu_seqlens, inputs.seq_lens, inputs.block_table, block_size, inputs.rows
         )
-        kept_plan = plan
-        if not inputs.keeps_every_token:
+        if not inputs.keeps_every_token and len(inputs.kept_indices):
             kept_plan = self._kernels.plan_attention(
                 inputs.kept_cu_seqlens,
-                inputs.seq_lens[inputs.kept_sequences],
-                inputs.block_table[inputs.kept_sequences],
+                inputs.seq_lens,
+                inputs.block_table,
                 block_size,
+                inputs.kept_rows,
             )
-        cos_sin = self._kernels.embedding(inputs.positions, self._cos_sin_table)
         return StepContext(
-            cos_sin=cos_sin,
+            cos_sin_table=self._cos_sin_table,
+            positions=inputs.positions,
             slot_mapping=inputs.slot_mapping,
             attention_plan=plan,
             kept_indices=inputs.kept_indices,
-            kept_cos_sin=cos_sin[inputs.kept_indices],
+            kept_positions=inputs.kept_positions,
             kept_attention_plan=kept_plan,
         )

@@ -6,18 +6,19 @@ from torch import Tensor
 
 from engine_svc.compute.model.config import ModelConfig
 from engine_svc.compute.model.weights import LayerWeights
-from kernels import AttentionPlan, Kernels
+from kernels import AttentionPlan, Kernels, KvLayer
 
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
     """What every layer of one step shares. `T` tokens, of which `K` are kept to the end."""
 
-    cos_sin: Tensor  # [T, head_dim]
+    cos_sin_table: Tensor  # [max_model_len, head_dim]
+    positions: Tensor  # [T]
     slot_mapping: Tensor  # [T]
     attention_plan: AttentionPlan
     kept_indices: Tensor  # [K] of the T tokens
-    kept_cos_sin: Tensor  # [K, head_dim]
+    kept_positions: Tensor  # [K]
     kept_attention_plan: AttentionPlan
 
 
@@ -39,7 +40,7 @@ class DecoderLayer:
         return self._weights.input_norm
 
     def forward(
-        self, normed: Tensor, residual: Tensor, step: StepContext, kv_layer: Tensor
+        self, normed: Tensor, residual: Tensor, step: StepContext, kv_layer: KvLayer
     ) -> Tensor:
         """normed, residual [T, hidden]; adds attention to `residual`, returns the MLP's output."""
         config = self._config
@@ -47,11 +48,11 @@ class DecoderLayer:
         query, key, value = self._kernels.linear(normed, projection).split(
             [config.query_size, config.kv_size, config.kv_size], dim=-1
         )
-        query = self._rope_and_cache(query, step.cos_sin, key, value, step, kv_layer)
+        query = self._rope_and_cache(query, step.positions, key, value, step, kv_layer)
         return self._attend_and_mlp(query, residual, step.attention_plan, kv_layer)
 
     def forward_kept(
-        self, normed: Tensor, residual: Tensor, step: StepContext, kv_layer: Tensor
+        self, normed: Tensor, residual: Tensor, step: StepContext, kv_layer: KvLayer
     ) -> tuple[Tensor, Tensor]:
         """The last layer: keys and values of all T tokens, the rest for the K kept ones only.
 
@@ -62,9 +63,10 @@ class DecoderLayer:
         key, value = self._kernels.linear(normed, key_value_projection).split(
             [config.kv_size, config.kv_size], dim=-1
         )
-        query = self._kernels.linear(normed[step.kept_indices], query_projection)
-        query = self._rope_and_cache(query, step.kept_cos_sin, key, value, step, kv_layer)
-        residual = residual[step.kept_indices]
+        normed = self._kernels.take_rows(normed, step.kept_indices)
+        query = self._kernels.linear(normed, query_projection)
+        query = self._rope_and_cache(query, step.kept_positions, key, value, step, kv_layer)
+        residual = self._kernels.take_rows(residual, step.kept_indices)
         if not len(residual):
             return residual, residual
         output = self._attend_and_mlp(query, residual, step.kept_attention_plan, kv_layer)
@@ -73,19 +75,20 @@ class DecoderLayer:
     def _rope_and_cache(
         self,
         query: Tensor,
-        query_cos_sin: Tensor,
+        query_positions: Tensor,
         key: Tensor,
         value: Tensor,
         step: StepContext,
-        kv_layer: Tensor,
+        kv_layer: KvLayer,
     ) -> Tensor:
         heads = (-1, self._config.head_dim)
         return self._kernels.rope_and_cache(
             query.unflatten(-1, heads),
-            query_cos_sin,
+            query_positions,
             key.unflatten(-1, heads),
             value.unflatten(-1, heads),
-            step.cos_sin,
+            step.positions,
+            step.cos_sin_table,
             kv_layer,
             step.slot_mapping,
             self._weights.query_norm,
@@ -94,7 +97,7 @@ class DecoderLayer:
         )
 
     def _attend_and_mlp(
-        self, query: Tensor, residual: Tensor, plan: AttentionPlan, kv_layer: Tensor
+        self, query: Tensor, residual: Tensor, plan: AttentionPlan, kv_layer: KvLayer
     ) -> Tensor:
         kernels, weights = self._kernels, self._weights
         attended = kernels.paged_attention(query, kv_layer, plan, self._scale, self._sliding_window)

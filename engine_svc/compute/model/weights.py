@@ -11,7 +11,7 @@ from torch import Tensor
 from engine_svc.compute.model.config import ModelConfig
 from engine_svc.compute.model.gguf_file import GgufFile
 from engine_svc.compute.model.safetensors_files import SafetensorsFiles
-from kernels import Kernels, PackedLinear
+from kernels import Kernels, PackedEmbedding, PackedLinear
 from protos.wire.errors import StartupError
 
 
@@ -47,7 +47,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    embedding: Tensor  # [vocab_size, hidden_size]
+    embedding: PackedEmbedding  # [vocab_size, hidden_size]
     layers: Sequence[LayerWeights]
     norm: Tensor
     head: PackedLinear
@@ -135,9 +135,11 @@ def load_weights(
         layers.append(loader.layer(index, is_last=index == num_layers - 1))
         if (index + 1) % max(1, num_layers // 4) == 0:
             report(f"loaded {index + 1} of {num_layers} layers")
-    embedding = loader.tensor("model.embed_tokens.weight")
-    tied = source.config.tie_word_embeddings
-    head = kernels.pack_linear(embedding if tied else loader.tensor("lm_head.weight"))
+    embedding = kernels.pack_embedding(loader.tensor("model.embed_tokens.weight"))
+    if source.config.tie_word_embeddings:
+        head = kernels.tied_head(embedding)
+    else:
+        head = kernels.pack_linear([loader.tensor("lm_head.weight")])
     return DecoderWeights(embedding, layers, loader.tensor("model.norm.weight"), head)
 
 
@@ -171,15 +173,9 @@ class _Loader:
     def _linear(self, names: Iterator[str] | Sequence[str]) -> PackedLinear:
         """One linear layer of several, their rows one below the other."""
         names = list(names)
-        weight = self._concatenate([f"{name}.weight" for name in names])
         biases = [f"{name}.bias" for name in names]
         has_bias = biases[0] in expected_shapes(self._source.config)
-        return self._kernels.pack_linear(weight, self._concatenate(biases) if has_bias else None)
-
-    def _concatenate(self, names: Sequence[str]) -> Tensor:
-        shapes = [self._source.shape(name) for name in names]
-        num_rows = sum(shape[0] for shape in shapes)
-        result = torch.empty((num_rows, *shapes[0][1:]), dtype=self._dtype)
-        for part, name in zip(result.split([s[0] for s in shapes]), names, strict=True):
-            part.copy_(self._source.read(name))
-        return result
+        return self._kernels.pack_linear(
+            [self.tensor(f"{name}.weight") for name in names],
+            torch.cat([self.tensor(name) for name in biases]) if has_bias else None,
+        )

@@ -60,9 +60,9 @@ def test_engines_of_one_machine_share_what_is_free(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executor_module, "free_memory_bytes", lambda: 1 << 28)
+    monkeypatch.setattr(executor_module, "_MACHINE_THREADS", 4)
     threads = torch.get_num_threads()
     try:
-        torch.set_num_threads(4)
         sizes = []
         for num_engines in (1, 2):
             executor = load_tiny_executor(
@@ -70,10 +70,11 @@ def test_engines_of_one_machine_share_what_is_free(
                 kv_memory_bytes=0,
                 num_threads=0,
                 max_num_seqs=1024,
+                max_num_batched_tokens=1024,
                 num_local_engines=num_engines,
+                cpu_kernels="torch",
             )
             sizes.append((executor.num_blocks, torch.get_num_threads()))
-            torch.set_num_threads(4)
     finally:
         torch.set_num_threads(threads)
     (alone, all_threads), (shared, half_the_threads) = sizes
@@ -83,8 +84,10 @@ def test_engines_of_one_machine_share_what_is_free(
 
 def test_loading_reports_its_progress(model_path: Path) -> None:
     lines: list[str] = []
-    Executor.load(model_path, ExecutorConfig(2, 16, kv_memory_bytes=1 << 20), lines.append)
+    config = ExecutorConfig(2, 16, kv_memory_bytes=1 << 20, dtype="float32", cpu_kernels="torch")
+    Executor.load(model_path, config, lines.append)
     assert lines == [
+        "torch's own CPU kernels in float32",
         "loaded 1 of 2 layers",
         "loaded 2 of 2 layers",
         "KV cache: 128 blocks of 16 tokens, 1 MiB",

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine_svc.compute.persistent_batch import PersistentBatch
 from engine_svc.compute.sampler import IMPOSSIBLE, SampledBatch, Sampler
-from engine_svc.compute.step_tensors import PersistentBatch
 from engine_svc.planning.step import RowStart, SamplingError, SamplingParameters, StepPlan
 from kernels import select_kernels
 
@@ -40,7 +40,7 @@ def sample(
     logits: Tensor, requests: list[SamplingParameters], prompts: list[list[int]] | None = None
 ) -> SampledBatch:
     prompts = prompts or [PROMPT] * len(requests)
-    batch = PersistentBatch(len(requests), 64, 16, VOCAB_SIZE)
+    batch = PersistentBatch(len(requests), 64, 16, VOCAB_SIZE, max_num_tokens=64)
     starts = [
         RowStart(row, prompt, min(len(prompt), len(PROMPT)), sampling, [])
         for row, (sampling, prompt) in enumerate(zip(requests, prompts, strict=True))

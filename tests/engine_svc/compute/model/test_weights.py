@@ -36,7 +36,7 @@ def test_weights_of_any_stored_type_come_in_the_type_asked_for(
     original = load_file(directory / "model.safetensors")
     save_file({k: v.to(stored) for k, v in original.items()}, directory / "model.safetensors")
     lines: list[str] = []
-    weights = load_weights(open_source(directory), ReferenceKernels(), dtype, lines.append)
+    weights = load_weights(open_source(directory), ReferenceKernels(dtype), dtype, lines.append)
     expected = original["model.embed_tokens.weight"].to(stored).to(dtype)
     assert torch.equal(weights.embedding, expected)
     gate_up, _ = weights.layers[0].gate_up

@@ -4,17 +4,18 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_svc.compute.step_tensors import PersistentBatch, StepInputs
+from engine_svc.compute.persistent_batch import PersistentBatch, StepLayout
+from engine_svc.compute.step_tensors import StepInputs
 from engine_svc.planning.step import RowStart, RowStep, SamplingParameters, StepPlan
 
-MAX_SEQS, MAX_LEN = 5, 40
+MAX_SEQS, MAX_LEN, MAX_TOKENS = 5, 40, 200
 PARAMETERS = SamplingParameters(max_tokens=1)
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), block_size=st.sampled_from([1, 3, 16]))
 def test_tensors_of_every_step_say_what_the_rows_hold(data: st.DataObject, block_size: int) -> None:
-    batch = PersistentBatch(MAX_SEQS, MAX_LEN, block_size, vocab_size=1000)
+    batch = PersistentBatch(MAX_SEQS, MAX_LEN, block_size, 1000, MAX_TOKENS)
     tokens: dict[int, list[int]] = {}
     blocks: dict[int, list[int]] = {}
     computed: dict[int, int] = {}
@@ -41,7 +42,8 @@ def test_tensors_of_every_step_say_what_the_rows_hold(data: st.DataObject, block
             blocks[row] += new_blocks
             asks = computed[row] < prompts[row] - 1 and data.draw(st.booleans())
             steps.append(RowStep(row, computed[row], count, new_blocks, count == left, asks))
-        inputs = batch.apply(StepPlan(starts, steps))
+        layout = batch.apply(StepPlan(starts, steps))
+        inputs = batch.staged.of_step(layout.counts)
 
         expected: dict[str, list[int]] = {"ids": [], "positions": [], "slots": [], "ends": []}
         for step in steps:
@@ -57,29 +59,30 @@ def test_tensors_of_every_step_say_what_the_rows_hold(data: st.DataObject, block
         assert inputs.positions.tolist() == expected["positions"]
         assert inputs.slot_mapping.tolist() == expected["slots"]
         assert inputs.cu_seqlens.tolist() == [0, *expected["ends"]]
-        for index, step in enumerate(steps):
-            assert inputs.seq_lens[index] == step.num_computed_tokens + step.num_scheduled_tokens
+        assert inputs.rows.tolist() == [step.row for step in steps]
+        for step in steps:
+            assert inputs.seq_lens[step.row] == step.num_computed_tokens + step.num_scheduled_tokens
             own = blocks[step.row]
-            assert inputs.block_table[index, : len(own)].tolist() == own
+            assert inputs.block_table[step.row, : len(own)].tolist() == own
         sampled = [index for index, step in enumerate(steps) if step.samples]
-        assert inputs.sampled_sequences.tolist() == sampled
-        places = inputs.kept_indices[inputs.sample_places].tolist()
+        assert layout.sampled_rows.tolist() == [steps[i].row for i in sampled]
+        assert layout.sampled_positions.tolist() == [len(tokens[steps[i].row]) for i in sampled]
+        places = inputs.kept_indices[layout.sample_places].tolist()
         assert places == [expected["ends"][i] - 1 for i in sampled]
         check_kept_tokens(inputs, steps)
-        check_prompt_targets(inputs, steps, tokens, prompts)
+        check_prompt_targets(layout, inputs, steps, tokens, prompts)
 
         for step in steps:
             computed[step.row] += step.num_scheduled_tokens
-        rows = np.array([steps[i].row for i in sampled], np.int64)
-        new_ids = rows * 100 + 99
-        batch.append(rows, inputs.seq_lens[inputs.sampled_sequences].numpy(), new_ids)
-        for row, token_id in zip(rows.tolist(), new_ids.tolist(), strict=True):
+        new_ids = layout.sampled_rows * 100 + 99
+        batch.append(layout.sampled_rows, layout.sampled_positions, new_ids)
+        for row, token_id in zip(layout.sampled_rows.tolist(), new_ids.tolist(), strict=True):
             tokens[row].append(token_id)
 
 
 def check_kept_tokens(inputs: StepInputs, steps: list[RowStep]) -> None:
     kept = [i for i, step in enumerate(steps) if step.samples or step.prompt_logprobs]
-    assert inputs.kept_sequences.tolist() == kept
+    assert inputs.kept_rows.tolist() == [steps[index].row for index in kept]
     indices: list[int] = []
     bounds = [0]
     ends = inputs.cu_seqlens.tolist()[1:]
@@ -89,18 +92,20 @@ def check_kept_tokens(inputs: StepInputs, steps: list[RowStep]) -> None:
         indices += range(ends[index] - count, ends[index])
         bounds.append(len(indices))
     assert inputs.kept_indices.tolist() == indices
+    assert inputs.kept_positions.tolist() == inputs.positions[indices].tolist()
     assert inputs.kept_cu_seqlens.tolist() == bounds
     assert inputs.keeps_every_token == (len(indices) == len(inputs.token_ids))
 
 
 def check_prompt_targets(
+    layout: StepLayout,
     inputs: StepInputs,
     steps: list[RowStep],
     tokens: dict[int, list[int]],
     prompts: dict[int, int],
 ) -> None:
     asking = [step for step in steps if step.prompt_logprobs]
-    targets = inputs.prompt_targets
+    targets = layout.prompt_targets
     if targets is None:
         assert not asking
         return
@@ -119,8 +124,8 @@ def check_prompt_targets(
 
 
 def test_the_token_after_the_longest_sequence_needs_no_place() -> None:
-    batch = PersistentBatch(1, 4, 16, vocab_size=10)
+    batch = PersistentBatch(1, 4, 16, vocab_size=10, max_num_tokens=4)
     batch.apply(StepPlan([RowStart(0, [1, 2, 3, 4], 4, PARAMETERS, [0])], []))
     batch.append(np.array([0]), np.array([4]), np.array([9]))
-    inputs = batch.apply(StepPlan([], [RowStep(0, 0, 4, [], samples=True)]))
-    assert inputs.token_ids.tolist() == [1, 2, 3, 4]
+    layout = batch.apply(StepPlan([], [RowStep(0, 0, 4, [], samples=True)]))
+    assert batch.staged.of_step(layout.counts).token_ids.tolist() == [1, 2, 3, 4]
