@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.library import Matrix
-from kernels.cpu.weight_store import SMALLEST_FILE, MemoryStore, WeightStore, open_store
+from kernels.cpu.weight_store import SMALLEST_FILE, MemoryStore, Piece, WeightStore, open_store
 from kernels.ops import StoredKind, StoredMatrix
 
 PANEL_ROWS = 16
@@ -64,12 +64,17 @@ POLICIES: Mapping[str, Mapping[StoredKind, Format]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedMatrix:
-    """What a TlMatrix points at: `data` uint8 [bytes], which begins at a multiple of 64 bytes."""
+    """What a TlMatrix points at, which is settled once `kept_on_disk` is left."""
 
     format: Format
     rows: int
     columns: int
-    data: np.ndarray
+    piece: Piece
+
+    @property
+    def data(self) -> np.ndarray:
+        """uint8 [bytes], at a multiple of 64 bytes."""
+        return self.piece.data
 
     def structure(self, bias: int | None = None) -> Matrix:
         """The TlMatrix; `bias` is an address. It and `self` must outlive what reads it."""
@@ -201,12 +206,12 @@ class WeightPacker:
         key = _key(target, parts)
         # Of matrices that look alike, the first is the first again at the next load.
         self._num_of_key[key] += 1
-        data = self._store.matrix(
+        piece = self._store.matrix(
             f"{key}.{self._num_of_key[key]}",
             int(self.library.tl_packed_bytes(target, rows, columns)),
             lambda data: self._fill(target, parts, rows, data),
         )
-        return PackedMatrix(target, rows, columns, data)
+        return PackedMatrix(target, rows, columns, piece)
 
     def _fill(
         self, target: Format, parts: Sequence[StoredMatrix], rows: int, data: np.ndarray

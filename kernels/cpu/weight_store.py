@@ -13,17 +13,18 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from kernels.cpu.aligned_memory import AlignedMemory, map_region
+from kernels.cpu.aligned_memory import AlignedMemory
 from kernels.cpu.packed_file import (
     Description,
     PackedFile,
-    PackedFileWriter,
     UnusableFileError,
     descriptions,
+    write_packed,
 )
 
 Report = Callable[[str], None]
@@ -37,12 +38,22 @@ _LONGEST_WAIT_SECONDS = 60.0
 _WAIT_SECONDS = 0.02
 
 
+@dataclass(slots=True)
+class Piece:
+    """Where a matrix lies: `data` uint8 [bytes] at a multiple of 64 bytes.
+
+    It is another place, with the same contents, once its store is finished.
+    """
+
+    data: np.ndarray
+
+
 class WeightStore(ABC):
     """Lends memory for weights that are packed one after the other, then `finish`."""
 
     @abstractmethod
-    def matrix(self, key: str, num_bytes: int, fill: Fill) -> np.ndarray:
-        """uint8 [num_bytes] at a multiple of 64 bytes: what is kept by `key`, else by `fill`."""
+    def matrix(self, key: str, num_bytes: int, fill: Fill) -> Piece:
+        """A matrix that is kept by `key`, or else is made by `fill`, of so many bytes."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -59,10 +70,10 @@ class MemoryStore(WeightStore):
     def __init__(self) -> None:
         self._memory = AlignedMemory()
 
-    def matrix(self, key: str, num_bytes: int, fill: Fill) -> np.ndarray:
+    def matrix(self, key: str, num_bytes: int, fill: Fill) -> Piece:
         data = self._memory.take(num_bytes)
         fill(data)
-        return data
+        return Piece(data)
 
     def finish(self) -> None:
         pass
@@ -81,10 +92,10 @@ class FileStore(WeightStore):
         self._others = MemoryStore()
         self._lacks_some = False
 
-    def matrix(self, key: str, num_bytes: int, fill: Fill) -> np.ndarray:
+    def matrix(self, key: str, num_bytes: int, fill: Fill) -> Piece:
         found = self._file.find(key, num_bytes)
         if found is not None:
-            return found
+            return Piece(found)
         self._lacks_some = True
         return self._others.matrix(key, num_bytes, fill)
 
@@ -99,7 +110,7 @@ class FileStore(WeightStore):
 
 
 class WritingStore(WeightStore):
-    """Writes a file on the way. Once that fails, weights lie in memory as if there were none."""
+    """Keeps weights in memory until all are there, then writes the file and maps it instead."""
 
     def __init__(
         self, path: Path, descriptor: int, description: Description, report: Report
@@ -107,43 +118,34 @@ class WritingStore(WeightStore):
         self._path = path
         self._descriptor = descriptor
         self._description = description
-        self._writer = PackedFileWriter(descriptor, description)
         self._report = report
-        self._others = MemoryStore()
-        self._scratch = np.empty(0, np.uint8)
-        self._failure: OSError | None = None
+        self._memory = MemoryStore()
+        self._pieces: dict[str, Piece] = {}
 
-    def matrix(self, key: str, num_bytes: int, fill: Fill) -> np.ndarray:
-        if self._failure is not None:
-            return self._others.matrix(key, num_bytes, fill)
-        if num_bytes > len(self._scratch):
-            self._scratch = map_region(num_bytes)
-        packed = self._scratch[:num_bytes]
-        fill(packed)
-        try:
-            return self._writer.keep(key, packed)
-        except OSError as error:
-            self._failure = error
-            return self._others.matrix(key, num_bytes, fill)
+    def matrix(self, key: str, num_bytes: int, fill: Fill) -> Piece:
+        piece = self._memory.matrix(key, num_bytes, fill)
+        self._pieces[key] = piece
+        return piece
 
     def finish(self) -> None:
         try:
-            if self._failure is not None:
-                raise self._failure
-            self._writer.finish()
+            matrices = {key: piece.data for key, piece in self._pieces.items()}
+            write_packed(self._descriptor, self._description, matrices)
             _unfinished(self._path).replace(self._path)
-            _remove_stale(self._path, self._description)
         except OSError as error:
             self.abandon()
             self._report(f"packed weights are not kept in {self._path}: {error.strerror}")
-        else:
-            os.close(self._descriptor)
-            self._report(f"packed weights are kept in {self._path}")
+            return
+        os.close(self._descriptor)
+        self._report(f"packed weights are kept in {self._path}")
+        _remove_stale(self._path, self._description)
+        file = _read(self._path, self._description, self._report)
+        for key, piece in self._pieces.items():
+            mapped = None if file is None else file.find(key, len(piece.data))
+            piece.data = piece.data if mapped is None else mapped
 
     def abandon(self) -> None:
-        with suppress(OSError):
-            _unfinished(self._path).unlink()
-        os.close(self._descriptor)
+        _unlock(self._path, self._descriptor)
 
 
 def open_store(
