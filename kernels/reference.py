@@ -153,6 +153,7 @@ class ReferenceKernels(Kernels):
     def penalize(
         self,
         logits: Tensor,
+        rows: Tensor,
         token_ids: Tensor,
         prompt_lens: Tensor,
         seq_lens: Tensor,
@@ -160,15 +161,15 @@ class ReferenceKernels(Kernels):
         presence: Tensor,
         frequency: Tensor,
     ) -> None:
-        for i in range(len(logits)):
+        for i, row in enumerate(rows.tolist()):
             tokens = token_ids[i, : seq_lens[i]].tolist()
             output = tokens[prompt_lens[i] :]
             for token in set(tokens):
-                logit = logits[i, token]
+                logit = logits[row, token]
                 logit = logit / repetition[i] if logit > 0 else logit * repetition[i]
                 if token in output:
                     logit = logit - (presence[i] + output.count(token) * frequency[i])
-                logits[i, token] = logit
+                logits[row, token] = logit
 
     def probabilities(
         self, logits: Tensor, temperature: float, min_p: float, top_k: int, top_p: float
@@ -207,6 +208,9 @@ class ReferenceKernels(Kernels):
         noise = gumbel_noise(seeds, positions, logits.shape[1]).double()
         rows = []
         for i in range(len(logits)):
+            if not bool(logits[i].max().isfinite()):
+                rows.append(torch.tensor(-1))
+                continue
             probabilities = self.probabilities(
                 logits[i], float(temperature[i]), float(min_p[i]), int(top_k[i]), float(top_p[i])
             )

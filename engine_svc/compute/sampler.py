@@ -5,10 +5,11 @@ top_p; noise. Log-probabilities are taken before all of these.
 A stage runs over the rows that ask for it, and what it does to a row depends on that row alone.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from engine_svc.compute.sampling_rows import SamplingInputs, WantedLogprobs
@@ -17,6 +18,8 @@ from kernels import Kernels
 
 # The log-probability reported for a token that cannot come: JSON has no -inf.
 IMPOSSIBLE = -9999.0
+# What `Kernels.sample` gives for a row that no token can be chosen for.
+_UNUSABLE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +38,9 @@ class Sampler:
         self._kernels = kernels
 
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> SampledBatch:
-        """logits float32 [s, vocab_size], raw; overwritten."""
-        errors = _reject_rows(logits)
-        # A copy of the rows that ask, since what follows changes the logits in place.
-        raw = None if inputs.logprobs is None else logits.index_select(0, inputs.logprobs.rows)
-        self._edit(logits, inputs, errors)
+        """logits float32 [s, vocab_size], raw; overwritten where options change them."""
+        raw = None if inputs.logprobs is None else _raw_rows(logits, inputs)
+        self._edit(logits, inputs)
         token_ids = self._kernels.sample(
             logits,
             temperature=inputs.temperature,
@@ -49,6 +50,9 @@ class Sampler:
             seeds=inputs.seeds,
             positions=inputs.positions,
         )
+        errors: list[SamplingError | None] = [None] * len(logits)
+        if _UNUSABLE in token_ids.tolist():
+            _reject_rows(logits, inputs, token_ids, errors)
         logprobs: list[TokenLogprobs | None] = [None] * len(logits)
         if inputs.logprobs is not None and raw is not None:
             self._list_logprobs(raw, token_ids, inputs.logprobs, logprobs)
@@ -72,26 +76,14 @@ class Sampler:
             for k, logprob, ids, likeliest in values
         ]
 
-    def _edit(
-        self, logits: Tensor, inputs: SamplingInputs, errors: list[SamplingError | None]
-    ) -> None:
+    def _edit(self, logits: Tensor, inputs: SamplingInputs) -> None:
         """All that comes before the temperature: masks, biases and bans, penalties; in place."""
-        kernels = self._kernels
-        edited = []
         for mask in inputs.masks:
-            kernels.mask_logits(logits, mask.rows, mask.allowed)
-            edited.append(mask.rows)
+            self._kernels.mask_logits(logits, mask.rows, mask.allowed)
         if inputs.biases is not None:
-            kernels.bias_logits(logits, *inputs.biases)
-            edited.append(inputs.biases.rows)
+            self._kernels.bias_logits(logits, *inputs.biases)
         if inputs.penalties is not None:
-            rows, *arguments = inputs.penalties
-            penalised = logits.index_select(0, rows)
-            kernels.penalize(penalised, *arguments)
-            logits.index_copy_(0, rows, penalised)
-            edited.append(rows)
-        if edited:
-            _reject_edited(logits, torch.unique(torch.cat(edited)), errors)
+            self._kernels.penalize(logits, *inputs.penalties)
 
     def _list_logprobs(
         self,
@@ -106,29 +98,36 @@ class Sampler:
             result[row] = entry
 
 
-def _finite(logprobs: Tensor) -> Tensor:
-    # NaN comes from a prompt's logits only; such a sequence ends with an error at its first token.
-    return torch.nan_to_num(logprobs, nan=IMPOSSIBLE).clamp(IMPOSSIBLE, 0.0)
+def _raw_rows(logits: Tensor, inputs: SamplingInputs) -> Tensor:
+    """The rows that ask for log-probabilities, as they are before any option changes them."""
+    assert inputs.logprobs is not None
+    rows = inputs.logprobs.rows
+    first, last = int(rows[0]), int(rows[-1])
+    is_edited = bool(inputs.masks) or inputs.biases is not None or inputs.penalties is not None
+    if not is_edited and last - first + 1 == len(rows):
+        return logits[first : last + 1]
+    return logits.index_select(0, rows)
 
 
-def _reject_rows(logits: Tensor) -> list[SamplingError | None]:
-    """An error for each row without a finite largest logit; such rows become zeros, in place."""
-    # The maximum of a row with a NaN is NaN, so one pass finds every case.
-    is_bad = ~torch.isfinite(logits.amax(dim=-1))
-    if not torch.any(is_bad):
-        return [None] * len(logits)
-    logits[is_bad] = 0.0
-    return [SamplingError.BAD_LOGITS if bad else None for bad in is_bad.tolist()]
+def _finite(logprobs: Tensor) -> np.ndarray:
+    # NaN comes from a prompt's logits, or beside an error; such a sequence ends with that.
+    return np.minimum(np.fmax(logprobs.numpy(), np.float32(IMPOSSIBLE)), np.float32(0.0))
 
 
-def _reject_edited(logits: Tensor, rows: Tensor, errors: list[SamplingError | None]) -> None:
-    """Like `_reject_rows`, for `rows` whose logits were finite until they were edited."""
-    best = logits.amax(dim=-1)[rows]
-    is_bad = ~torch.isfinite(best)
-    if not torch.any(is_bad):
-        return
-    logits[rows[is_bad]] = 0.0
-    for row, value in zip(rows[is_bad].tolist(), best[is_bad].tolist(), strict=True):
-        is_empty = value == -torch.inf
-        reason = SamplingError.NO_TOKEN_LEFT if is_empty else SamplingError.BAD_LOGITS
-        errors[row] = errors[row] or reason
+def _reject_rows(
+    logits: Tensor, inputs: SamplingInputs, token_ids: Tensor, errors: list[SamplingError | None]
+) -> None:
+    """Sets the errors of rows that no token could be chosen for; such rows get token 0."""
+    edits = [mask.rows for mask in inputs.masks]
+    if inputs.biases is not None:
+        edits.append(inputs.biases.rows)
+    edited = {row for rows in edits for row in rows.tolist()}
+    for row, token_id in enumerate(token_ids.tolist()):
+        if token_id == _UNUSABLE:
+            is_empty = float(logits[row].max()) == -math.inf
+            errors[row] = (
+                SamplingError.NO_TOKEN_LEFT
+                if is_empty and row in edited
+                else SamplingError.BAD_LOGITS
+            )
+            token_ids[row] = 0

@@ -133,6 +133,7 @@ class CpuKernels(Kernels):
     def penalize(
         self,
         logits: Tensor,
+        rows: Tensor,
         token_ids: Tensor,
         prompt_lens: Tensor,
         seq_lens: Tensor,
@@ -140,7 +141,9 @@ class CpuKernels(Kernels):
         presence: Tensor,
         frequency: Tensor,
     ) -> None:
-        sampling.penalize(logits, token_ids, prompt_lens, seq_lens, repetition, presence, frequency)
+        sampling.penalize(
+            logits, rows, token_ids, prompt_lens, seq_lens, repetition, presence, frequency
+        )
 
     def sample(
         self,

@@ -39,6 +39,7 @@ def bias_logits(logits: Tensor, rows: Tensor, token_ids: Tensor, biases: Tensor)
 
 def penalize(
     logits: Tensor,
+    rows: Tensor,
     token_ids: Tensor,
     prompt_lens: Tensor,
     seq_lens: Tensor,
@@ -51,13 +52,14 @@ def penalize(
     in_sequence = places < seq_lens[:, None]
     in_output = in_sequence & (places >= prompt_lens[:, None])
     ids = torch.where(in_sequence, token_ids, 0).long()
-    seen = torch.zeros_like(logits).scatter_add_(1, ids, in_sequence.float()) > 0
-    output_counts = torch.zeros_like(logits).scatter_add_(1, ids, in_output.float())
+    penalized = logits.index_select(0, rows)
+    seen = torch.zeros_like(penalized).scatter_add_(1, ids, in_sequence.float()) > 0
+    output_counts = torch.zeros_like(penalized).scatter_add_(1, ids, in_output.float())
     repetition = repetition[:, None]
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits.copy_(torch.where(seen, repeated, logits))
+    repeated = torch.where(penalized > 0, penalized / repetition, penalized * repetition)
+    penalized = torch.where(seen, repeated, penalized)
     loss = (output_counts > 0) * presence[:, None] + output_counts * frequency[:, None]
-    logits.sub_(loss)
+    logits.index_copy_(0, rows, penalized.sub_(loss))
 
 
 def sample(
@@ -70,8 +72,10 @@ def sample(
     positions: Tensor,
 ) -> Tensor:
     """See `Kernels.sample`."""
-    chosen = torch.argmax(logits, dim=-1)
-    is_random = (temperature >= GREEDY_TEMPERATURE) & (top_p > 0)
+    largest, chosen = torch.max(logits, dim=-1)
+    # The maximum of a row with a NaN is NaN.
+    is_usable = torch.isfinite(largest)
+    is_random = (temperature >= GREEDY_TEMPERATURE) & (top_p > 0) & is_usable
     is_filtered = ((top_k > 0) & (top_k < logits.shape[1])) | (top_p < 1)
     for rows, draw in (
         (torch.nonzero(is_random & ~is_filtered)[:, 0], _draw_from_all),
@@ -82,7 +86,7 @@ def sample(
             chosen[rows] = draw(
                 scaled, min_p[rows], top_k[rows], top_p[rows], seeds[rows], positions[rows]
             )
-    return chosen
+    return chosen.masked_fill_(~is_usable, -1)
 
 
 def token_logprobs(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """Runs single ops of the native library, on torch tensors, in each build that this machine can."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from ctypes import c_int64
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.library import Matrix, Rows, available, best, load
+from kernels.cpu.native_sampling import NativeSampling
 
 _GROUP = 32
 
@@ -16,6 +18,17 @@ def runnable_instruction_sets() -> list[str]:
     """The builds that this machine can run, the portable one first."""
     names, last = available(), best()
     return names[: names.index(last) + 1] if last else []
+
+
+@contextmanager
+def open_sampling(instruction_set: str, num_threads: int = 1) -> Iterator[NativeSampling]:
+    """The sampler's ops of a build, with a pool of their own."""
+    library = load(instruction_set)
+    pool = library.tl_pool_new(num_threads)
+    try:
+        yield NativeSampling(library, pool)
+    finally:
+        library.tl_pool_delete(pool)
 
 
 def aligned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,13 +1,16 @@
 """The sampler's ops: distributions, seeds, independence of rows, penalties, log-probabilities."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels import Kernels, select_kernels
+from kernels import Kernels
+from kernels.cpu.backend import CpuKernels
 from kernels.reference import ReferenceKernels
+from tests.fakes.native_ops import open_sampling, runnable_instruction_sets
 
 VOCAB_SIZE = 64
 # temperature, min_p, top_k, top_p
@@ -27,9 +30,14 @@ FILTERS = {
 }
 
 
-@pytest.fixture
-def kernels() -> Kernels:
-    return select_kernels(torch.device("cpu"))
+@pytest.fixture(params=["torch", *runnable_instruction_sets()])
+def kernels(request: pytest.FixtureRequest) -> Iterator[object]:
+    """The sampler's methods of each implementation."""
+    if request.param == "torch":
+        yield CpuKernels()
+        return
+    with open_sampling(request.param, num_threads=2) as sampling:
+        yield sampling
 
 
 def random_logits(rows: int, vocab_size: int = VOCAB_SIZE, seed: int = 0) -> Tensor:
@@ -125,6 +133,21 @@ def test_a_row_s_draw_is_the_same_alone_and_among_any_neighbours(kernels) -> Non
         assert torch.equal(alone, together[one])
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS.keys())
+def test_a_row_that_no_token_can_be_chosen_for_gives_minus_one_alone(kernels, filters, bad) -> None:
+    logits = random_logits(3, 150)
+    seeds, positions = torch.arange(3), torch.arange(3)
+    expected = sample(kernels, logits, filters, seeds, positions).tolist()
+    if bad == -math.inf:
+        logits[1] = bad
+    else:
+        logits[1, 140] = bad
+    expected[1] = -1
+    assert sample(kernels, logits, filters, seeds, positions).tolist() == expected
+    assert sample(ReferenceKernels(), logits, filters, seeds, positions)[1] == -1
+
+
 def test_different_seeds_and_positions_draw_differently(kernels) -> None:
     logits = torch.zeros(64, VOCAB_SIZE)
     same, counted = torch.full((64,), 9), torch.arange(64)
@@ -163,11 +186,12 @@ def test_biases_follow_the_reference_and_a_ban_wins(kernels) -> None:
 
 @pytest.mark.parametrize("vocab_size", [3, 258])
 def test_penalties_follow_the_reference(kernels, vocab_size) -> None:
-    logits = random_logits(6, vocab_size)
+    logits = random_logits(7, vocab_size)
     token_ids = torch.randint(
         0, vocab_size, (6, 30), generator=torch.Generator().manual_seed(1), dtype=torch.int32
     )
     options = {
+        "rows": torch.tensor([0, 5, 2, 3, 1, 4]),
         "token_ids": token_ids,
         "prompt_lens": torch.tensor([1, 30, 10, 10, 10, 5]),
         "seq_lens": torch.tensor([1, 30, 10, 30, 20, 25]),
@@ -187,6 +211,7 @@ def test_neutral_penalties_and_what_lies_beyond_a_sequence_change_no_bit(kernels
     token_ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], dtype=torch.int32)
     kernels.penalize(
         logits,
+        rows=torch.tensor([0, 1]),
         token_ids=token_ids,
         prompt_lens=torch.tensor([1, 0]),
         seq_lens=torch.tensor([4, 0]),
