@@ -9,13 +9,14 @@ in the batch.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from kernels.stored_matrix import StoredKind, StoredMatrix
 
 # What a backend made of weights, of the cache's layers, or of a batch's layout: only it can look
 # inside.
@@ -30,33 +31,6 @@ class KvCache(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, layer: int) -> KvLayer: ...
-
-
-class StoredKind(StrEnum):
-    """How a file holds the rows of a matrix; those with Q as GGUF files do."""
-
-    F32 = "f32"
-    F16 = "f16"
-    BF16 = "bf16"
-    Q4_0 = "q4_0"
-    Q4_1 = "q4_1"
-    Q4_K = "q4_k"
-    Q8_0 = "q8_0"
-
-
-@dataclass(frozen=True, slots=True)
-class StoredMatrix:
-    """The rows of a weight as a file holds them; they may lie in a memory map of it.
-
-    With `decode`, `data` is of some other kind, and `decode` makes of some of its rows, uint8
-    [n, bytes per row], rows of `kind`, which is then F32: float32 [n, columns].
-    """
-
-    kind: StoredKind
-    data: np.ndarray  # uint8 [rows, bytes per row]
-    columns: int
-    row_order: np.ndarray | None = None  # int64 [rows]: row i is data[row_order[i]]
-    decode: Callable[[np.ndarray], np.ndarray] | None = None
 
 
 class CapturedRun(Protocol):
@@ -109,6 +83,20 @@ class Kernels(ABC):
         The rows of `parts`, floating tensors of any type or stored matrices, lie one below the
         other.
         """
+
+    def keep_packed(
+        self, model: Path, identity: str, num_bytes: int, report: Callable[[str], None]
+    ) -> AbstractContextManager[None]:
+        """What is packed inside may be found on disk, or kept there for the next load of `model`.
+
+        `identity` changes when the model's files do; `num_bytes` is about what is packed in all.
+        Where packed weights lie is settled when the context is left.
+        """
+        return nullcontext()
+
+    def packed_bytes(self, kind: StoredKind, rows: int, columns: int) -> int:
+        """Memory that a stored matrix takes once it is packed; `kind` is one of `stored_kinds`."""
+        raise ValueError(f"{kind} is not packed as it is stored")
 
     @abstractmethod
     def pack_embedding(self, part: Tensor | StoredMatrix) -> PackedEmbedding:
@@ -237,6 +225,7 @@ class Kernels(ABC):
     def penalize(
         self,
         logits: Tensor,
+        rows: Tensor,
         token_ids: Tensor,
         prompt_lens: Tensor,
         seq_lens: Tensor,
@@ -248,9 +237,10 @@ class Kernels(ABC):
 
         A token seen in prompt or output has its logit divided by `repetition` where positive, else
         multiplied by it (Keskar et al., 2019); then one seen c > 0 times in the output loses
-        presence + c · frequency. logits float32 [n, V]; row i's tokens are
-        token_ids[i, : seq_lens[i]], of which the first prompt_lens[i] are its prompt; penalties
-        float32 [n]; 1, 0 and 0 leave a row as it was, bit for bit.
+        presence + c · frequency. logits float32 [n, V]; the tokens of its row rows[i] are
+        token_ids[i, : seq_lens[i]], of which the first prompt_lens[i] are its prompt. rows [m],
+        distinct; token_ids int32 [m, most tokens of any], prompt_lens and seq_lens [m]; penalties
+        float32 [m]; 1, 0 and 0 leave a row as it was, bit for bit.
         """
 
     @abstractmethod
@@ -264,16 +254,17 @@ class Kernels(ABC):
         seeds: Tensor,
         positions: Tensor,
     ) -> Tensor:
-        """Chooses a token for each row of finite-topped logits, float32 [n, V] -> ids [n].
+        """Chooses a token for each row of logits, float32 [n, V] -> ids [n].
 
-        Where temperature < 1e-5 or top_p <= 0: the first of the largest logits. Else, in order,
-        logits are divided by the temperature; min_p keeps tokens of at least min_p times the
-        largest probability (Nguyen et al., 2024; 0 is off); top_k the k likeliest (Fan et al.,
-        2018; 0 is off); top_p the likeliest whose probabilities, renormalised over what is left,
-        first sum to top_p (Holtzman et al., 2020; 1 is off); equal logits rank by token id. Then
-        the token is argmax(logit / temperature + gumbel) (Maddison et al., 2014), with the noise
-        of kernels/noise.py: a pure function of (seed, position, token id). temperature, min_p,
-        top_p float32 [n]; top_k, seeds, positions int64 [n].
+        A row with a NaN, or whose largest logit is not finite, gets -1. Else, where temperature <
+        1e-5 or top_p <= 0: the first of the largest logits. Else, in order, logits are divided by
+        the temperature; min_p keeps tokens of at least min_p times the largest probability (Nguyen
+        et al., 2024; 0 is off); top_k the k likeliest (Fan et al., 2018; 0 is off); top_p the
+        likeliest whose probabilities, renormalised over what is left, first sum to top_p (Holtzman
+        et al., 2020; 1 is off); equal logits rank by token id. Then the token is argmax(logit /
+        temperature + gumbel) (Maddison et al., 2014), with the noise of kernels/noise.py: a pure
+        function of (seed, position, token id). temperature, min_p, top_p float32 [n]; top_k, seeds,
+        positions int64 [n].
         """
 
     @abstractmethod

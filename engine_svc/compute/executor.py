@@ -15,12 +15,16 @@ from engine_svc.compute.memory import (
     free_memory_bytes,
     rotary_bytes,
     step_bytes,
-    weight_bytes,
 )
 from engine_svc.compute.model.config import ModelConfig
 from engine_svc.compute.model.decoder import Decoder
 from engine_svc.compute.model.rotary import cos_sin_table
-from engine_svc.compute.model.weights import load_weights, open_source
+from engine_svc.compute.model.weights import (
+    WeightSource,
+    load_weights,
+    open_source,
+    weight_bytes,
+)
 from engine_svc.compute.model_runner import ModelRunner, make_runner
 from engine_svc.compute.persistent_batch import PersistentBatch
 from engine_svc.compute.prompt_scoring import MAX_ROWS_AT_ONCE, score_prompts
@@ -94,7 +98,7 @@ class Executor:
         source = open_source(model)
         model_config = source.config
         max_model_len = _max_model_len(config, model_config)
-        num_blocks = _num_blocks(config, model_config, kernels, max_model_len)
+        num_blocks = _num_blocks(config, source, kernels, max_model_len)
         with torch.inference_mode():
             weights = load_weights(source, kernels, kernels.dtype, report)
             table = cos_sin_table(
@@ -233,11 +237,12 @@ def _max_model_len(config: ExecutorConfig, model_config: ModelConfig) -> int:
 
 
 def _num_blocks(
-    config: ExecutorConfig, model_config: ModelConfig, kernels: Kernels, max_model_len: int
+    config: ExecutorConfig, source: WeightSource, kernels: Kernels, max_model_len: int
 ) -> int:
     """How many KV blocks there is room for beside the weights."""
+    model_config = source.config
     block_bytes = kv_block_bytes(kernels, model_config, config.block_size)
-    model_bytes = weight_bytes(model_config, kernels.dtype) + step_bytes(
+    model_bytes = weight_bytes(source, kernels, kernels.dtype) + step_bytes(
         model_config, kernels.dtype, config.max_num_batched_tokens, _max_rows(config)
     )
     model_bytes += rotary_bytes(model_config, max_model_len)

@@ -1,13 +1,11 @@
-"""How much memory a model takes, and how much is free: of the machine, or of the container."""
+"""How much memory a step takes, and how much is free: of the machine, or of the container."""
 
-import math
 from pathlib import Path
 
 import psutil
 import torch
 
 from engine_svc.compute.model.config import ModelConfig
-from engine_svc.compute.model.weights import expected_shapes
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -33,15 +31,6 @@ def format_bytes(num_bytes: int) -> str:
             return f"{size:.4g} {unit}"
         size /= 1024
     return f"{size:.4g} GiB"
-
-
-def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """What a model's weights take once they are loaded."""
-    values = sum(math.prod(shape) for shape in expected_shapes(config).values())
-    if config.tie_word_embeddings:
-        # The head is laid out for products, the embedding for look-ups.
-        values += config.vocab_size * config.hidden_size
-    return values * dtype.itemsize
 
 
 def step_bytes(config: ModelConfig, dtype: torch.dtype, max_tokens: int, max_rows: int) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.cpu.library import Matrix
 from kernels.cpu.weight_store import SMALLEST_FILE, MemoryStore, Piece, WeightStore, open_store
-from kernels.ops import StoredKind, StoredMatrix
+from kernels.stored_matrix import StoredKind, StoredMatrix
 
 PANEL_ROWS = 16
 # Values packed by one call: what of them is decoded before stays in a core's cache.

@@ -1,6 +1,6 @@
 """Writes tiny models as GGUF files in any quantisation, from weights under Hugging Face's names."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,12 @@ def write_tiny_gguf(
     path: Path,
     config: Mapping[str, Any],
     weights: Mapping[str, np.ndarray],
-    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    kind: GGMLQuantizationType | Callable[[str], GGMLQuantizationType] = GGMLQuantizationType.F32,
     metadata: Mapping[str, float | str] | None = None,
     rope_factors: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
-    """Writes a model with this config.json and these weights; matrices are stored as `kind`.
+    """Writes a model with this config.json and these weights; matrices are stored as `kind`,
+    or as it says of each by its name.
 
     Returns the weights that the file really holds, dequantised, under the same names. `metadata`
     are further keys, without the architecture's prefix.
@@ -68,7 +69,10 @@ def write_tiny_gguf(
         add(f"{family}.{key}", value)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", rope_factors.astype(np.float32))
-    stored = {name: _add(writer, config, name, values, kind) for name, values in weights.items()}
+    stored = {
+        name: _add(writer, config, name, values, kind(name) if callable(kind) else kind)
+        for name, values in weights.items()
+    }
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

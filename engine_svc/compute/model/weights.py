@@ -1,6 +1,9 @@
 """Weights from any file into the form the decoder computes with: fused, typed, laid out once."""
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -11,8 +14,11 @@ from torch import Tensor
 from engine_svc.compute.model.config import ModelConfig
 from engine_svc.compute.model.gguf_file import GgufFile
 from engine_svc.compute.model.safetensors_files import SafetensorsFiles
-from kernels import Kernels, PackedEmbedding, PackedLinear
+from kernels import Kernels, PackedEmbedding, PackedLinear, StoredKind, StoredMatrix
 from protos.wire.errors import StartupError
+
+# Of each file, what tells another file of the same size and time.
+_HEAD_BYTES = 1 << 20
 
 
 class WeightSource(Protocol):
@@ -22,11 +28,23 @@ class WeightSource(Protocol):
     config: ModelConfig
 
     @property
+    def files(self) -> Sequence[Path]:
+        """All that the model is read from."""
+        ...
+
+    @property
     def names(self) -> frozenset[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def read(self, name: str) -> Tensor: ...
+
+    def stored(self, name: str, kinds: Set[StoredKind]) -> StoredMatrix | None:
+        """A matrix as the file holds it, not copied, if that is of one of `kinds`.
+
+        Else as float32 that is decoded when it is packed, if F32 is one of them; else None.
+        """
+        ...
 
     def rope_frequency_factors(self) -> Tensor | None: ...
 
@@ -122,24 +140,55 @@ def check_tensors(source: WeightSource) -> None:
             raise StartupError(f"{source.path}: a factor of rotary frequencies is not positive")
 
 
+def weight_bytes(source: WeightSource, kernels: Kernels, dtype: torch.dtype) -> int:
+    """What a model's weights take once they are loaded."""
+    config, kinds = source.config, kernels.stored_kinds
+    total = 0
+    for name, shape in expected_shapes(config).items():
+        stored = source.stored(name, kinds) if len(shape) == 2 else None
+        if stored is None:
+            total += math.prod(shape) * dtype.itemsize
+        else:
+            total += kernels.packed_bytes(stored.kind, *shape)
+    if config.tie_word_embeddings and not kinds:
+        # The head is laid out for products, the embedding for look-ups.
+        total += config.vocab_size * config.hidden_size * dtype.itemsize
+    return total
+
+
+def identity(source: WeightSource) -> str:
+    """A digest that changes when a file of the model does: of sizes, times and beginnings."""
+    digest = hashlib.sha256()
+    for path in source.files:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns} ".encode())
+            digest.update(file.read(_HEAD_BYTES))
+    return digest.hexdigest()
+
+
 def load_weights(
     source: WeightSource, kernels: Kernels, dtype: torch.dtype, report: Callable[[str], None]
 ) -> DecoderWeights:
-    """Reads and lays out every tensor, one layer after the other, so that besides the result only
-    one tensor as stored and one as computed with are in memory. `report` gets a line now and then.
+    """Packs every matrix, one layer after the other, and reads the rest as `dtype`.
+
+    Besides the result only what is packed at once is in memory. Packed weights may be found on
+    disk, or be kept there. `report` gets a line now and then.
     """
     loader = _Loader(source, kernels, dtype)
     num_layers = source.config.num_layers
-    layers = []
-    for index in range(num_layers):
-        layers.append(loader.layer(index, is_last=index == num_layers - 1))
-        if (index + 1) % max(1, num_layers // 4) == 0:
-            report(f"loaded {index + 1} of {num_layers} layers")
-    embedding = kernels.pack_embedding(loader.tensor("model.embed_tokens.weight"))
-    if source.config.tie_word_embeddings:
-        head = kernels.tied_head(embedding)
-    else:
-        head = kernels.pack_linear([loader.tensor("lm_head.weight")])
+    num_bytes = weight_bytes(source, kernels, dtype)
+    with kernels.keep_packed(source.path, identity(source), num_bytes, report):
+        layers = []
+        for index in range(num_layers):
+            layers.append(loader.layer(index, is_last=index == num_layers - 1))
+            if (index + 1) % max(1, num_layers // 4) == 0:
+                report(f"loaded {index + 1} of {num_layers} layers")
+        embedding = kernels.pack_embedding(loader.matrix("model.embed_tokens.weight"))
+        if source.config.tie_word_embeddings:
+            head = kernels.tied_head(embedding)
+        else:
+            head = kernels.pack_linear([loader.matrix("lm_head.weight")])
     return DecoderWeights(embedding, layers, loader.tensor("model.norm.weight"), head)
 
 
@@ -148,9 +197,15 @@ class _Loader:
         self._source = source
         self._kernels = kernels
         self._dtype = dtype
+        self._names = expected_shapes(source.config).keys()
 
     def tensor(self, name: str) -> Tensor:
         return self._source.read(name).to(self._dtype)
+
+    def matrix(self, name: str) -> Tensor | StoredMatrix:
+        """As the kernels like it best."""
+        stored = self._source.stored(name, self._kernels.stored_kinds)
+        return self.tensor(name) if stored is None else stored
 
     def layer(self, index: int, is_last: bool) -> LayerWeights:
         prefix = f"model.layers.{index}"
@@ -170,12 +225,10 @@ class _Loader:
             down=self._linear([f"{mlp}.down_proj"]),
         )
 
-    def _linear(self, names: Iterator[str] | Sequence[str]) -> PackedLinear:
+    def _linear(self, names: Iterable[str]) -> PackedLinear:
         """One linear layer of several, their rows one below the other."""
         names = list(names)
-        biases = [f"{name}.bias" for name in names]
-        has_bias = biases[0] in expected_shapes(self._source.config)
-        return self._kernels.pack_linear(
-            [self.tensor(f"{name}.weight") for name in names],
-            torch.cat([self.tensor(name) for name in biases]) if has_bias else None,
-        )
+        bias = None
+        if f"{names[0]}.bias" in self._names:
+            bias = torch.cat([self.tensor(f"{name}.bias") for name in names])
+        return self._kernels.pack_linear([self.matrix(f"{name}.weight") for name in names], bias)

@@ -8,11 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine_svc.compute.model.weights import check_tensors, load_weights, open_source
+from engine_svc.compute.model.weights import (
+    check_tensors,
+    load_weights,
+    open_source,
+    weight_bytes,
+)
 from kernels import StoredKind
 from kernels.reference import ReferenceKernels
 from protos.wire.errors import StartupError
-from tests.fakes.tiny_models import write_tiny_llama
+from tests.fakes.tiny_models import write_tiny_llama, write_tiny_qwen2
 
 
 def rewrite(directory: Path, **tensors: torch.Tensor | None) -> None:
@@ -124,3 +129,12 @@ def test_float64_is_decoded_when_it_is_packed(tmp_path: Path) -> None:
     stored = open_source(directory).stored("lm_head.weight", frozenset(StoredKind))
     assert stored is not None and stored.kind == StoredKind.F32 and stored.decode is not None
     assert torch.from_numpy(stored.decode(stored.data[3:5])).equal(values[3:5].float())
+
+
+def test_floats_take_what_the_file_holds_and_a_tied_head_once_more(tmp_path: Path) -> None:
+    untied, tied = write_tiny_llama(tmp_path / "a"), write_tiny_qwen2(tmp_path / "b")
+    for directory, extra in ((untied, 0), (tied, 258 * 64 * 4)):
+        stored = sum(w.nbytes for w in load_file(directory / "model.safetensors").values())
+        source, kernels = open_source(directory), ReferenceKernels()
+        assert weight_bytes(source, kernels, torch.float32) == stored + extra
+        assert 2 * weight_bytes(source, kernels, torch.bfloat16) == stored + extra
