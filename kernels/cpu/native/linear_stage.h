@@ -130,10 +130,22 @@ class LinearStage : public Stage {
   // -128 · Σq, where `sums` are scale · Σq: the quotient is a rounding away from an integer below
   // 4065. A scale of zero or NaN gives zero, whose product with that scale is right.
   static void find_offsets(const QuantisedRows& x, int64_t size, int32_t* offsets) {
+    I32x16 most = broadcast_int(0);
     for (int64_t i = 0; i < size; i += kLanes) {
       const F32x16 sums = load_some(x.sums + i, size - i);
       const F32x16 scales = load_some(x.scales + i, size - i);
       store_int(offsets + i, shift_left<7>(round_to_int((zero() - sums) / scales)));
+      most = larger(most, as_int(magnitude(sums)));
+    }
+    constexpr int32_t kInfinity = 0x7f800000;
+    if (largest(most) >= kInfinity) count_offsets(x, size, offsets);
+  }
+
+  // The same where a group's sum is too large for a float, though its values are not.
+  static void count_offsets(const QuantisedRows& x, int64_t size, int32_t* offsets) {
+    for (int64_t i = 0; i < size; i++) {
+      offsets[i] = 0;
+      for (int64_t k = 0; k < kGroup; k++) offsets[i] -= 128 * x.quantised[i * kGroup + k];
     }
   }
 
