@@ -68,9 +68,8 @@ class NgramDrafter:
         the likeliest first, so that those of a request come in order."""
         chances = []
         for place, request in enumerate(requests):
-            room = request.max_num_tokens - len(request.token_ids) - 1
-            # What a grammar allows after a draft is not known before the draft is sampled.
-            if room <= 0 or request.sampling.grammar is not None:
+            room = request.max_num_draft_tokens
+            if not room:
                 continue
             if request.repetition is None:
                 request.repetition = Repetition(self._certainty)

@@ -91,6 +91,17 @@ class Request:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def max_num_draft_tokens(self) -> int:
+        """How many of the next tokens may be guessed, for a request that is being decoded.
+
+        Not the last possible one, after which nothing is sampled; and what a grammar allows after a
+        guess is not known before the guess is sampled.
+        """
+        if self.sampling.grammar is not None:
+            return 0
+        return self.max_num_tokens - len(self.token_ids) - 1
+
+    @property
     def lacks_prompt_logprobs(self) -> bool:
         """Whether it asked for log-probabilities of its prompt, and some are still to come."""
         return (

@@ -25,8 +25,8 @@ class Drafter(Protocol):
     """Guesses. What it says changes how fast requests end, and never what they answer."""
 
     def draft(self, requests: Sequence[Request], limit: int) -> Sequence[Draft]:
-        """For requests that get a token in the next step, at most one each, of `limit` tokens in
-        all. None reaches a request's last possible token, which no other follows."""
+        """For requests that get a token in the next step: one each at most, of no more tokens than
+        the request's `max_num_draft_tokens`, and `limit` in all, which may be negative."""
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learns from a step whose every token was sampled after, drafts included."""
@@ -76,6 +76,7 @@ class Speculation:
             new_block_ids += self._tables.grow(request)
             num_slots += self._block_size
         draft_token_ids = token_ids[: num_slots - first]
+        assert len(draft_token_ids) <= request.max_num_draft_tokens
         return step._replace(
             num_scheduled_tokens=1 + len(draft_token_ids),
             new_block_ids=new_block_ids,

@@ -134,7 +134,7 @@ class FakeExecutor:
         for step in plan.steps:
             self._compute(step)
         return StepResult(
-            [self._sample(step.row) for step in plan.steps if step.samples],
+            [self._sample(step) for step in plan.steps if step.samples],
             [self._score_prompt(step) for step in plan.steps if step.prompt_logprobs],
         )
 
@@ -152,17 +152,34 @@ class FakeExecutor:
         assert step.num_computed_tokens == row.num_computed_tokens, "tokens skipped or repeated"
         assert step.num_scheduled_tokens > 0, "a row was scheduled for nothing"
         end = step.num_computed_tokens + step.num_scheduled_tokens
-        assert end <= len(row.token_ids)
-        assert step.samples == (end == len(row.token_ids))
+        token_ids = [*row.token_ids, *step.draft_token_ids]
+        assert end <= len(token_ids)
+        assert step.samples == (end == len(token_ids))
+        assert step.samples or not step.draft_token_ids
         for position in range(step.num_computed_tokens, end):
             previous = self._kv_values[self._slot(row, position - 1)] if position else 0
             assert previous is not None, "KV was read that nobody wrote"
-            value = _kv_value(previous, row.token_ids[position])
+            value = _kv_value(previous, token_ids[position])
             self._kv_values[self._slot(row, position)] = value
-        row.num_computed_tokens = end
+        row.num_computed_tokens = end - len(step.draft_token_ids)
 
-    def _sample(self, row_index: int) -> SampledToken:
-        row = self._rows[row_index]
+    def _sample(self, step: RowStep) -> SampledToken:
+        """Drafts are accepted one by one, each after the token before it was sampled."""
+        row = self._rows[step.row]
+        first = token = self._sample_next(step.row, row)
+        following = []
+        for draft_token_id in step.draft_token_ids:
+            if token.error or token.token_id != draft_token_id:
+                break
+            row.num_computed_tokens += 1
+            token = self._sample_next(step.row, row)
+            if token.error:
+                row.num_computed_tokens -= 1
+                break
+            following.append(token)
+        return first._replace(following=following)
+
+    def _sample_next(self, row_index: int, row: _Row) -> SampledToken:
         if self._nan_token_id in row.token_ids:
             return SampledToken(row_index, 0, error=SamplingError.BAD_LOGITS)
         values = [self._kv_values[self._slot(row, i)] for i in range(row.num_computed_tokens)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from engine_svc.planning.limits import SchedulerConfig
 from engine_svc.planning.request import Finish, Request, RequestOutput
 from engine_svc.planning.scheduler import Scheduler
+from engine_svc.planning.speculation import Drafter
 from engine_svc.planning.step import SamplingParameters, StepPlan, StepResult, TokenLogprobs
 
 
@@ -43,8 +44,13 @@ class Received:
 class SchedulerDriver:
     """`execute` is an executor's. `received` and `requests` are by request key."""
 
-    def __init__(self, config: SchedulerConfig, execute: Callable[[StepPlan], StepResult]) -> None:
-        self.scheduler = Scheduler(config)
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        execute: Callable[[StepPlan], StepResult],
+        drafter: Drafter | None = None,
+    ) -> None:
+        self.scheduler = Scheduler(config, drafter)
         self.requests: dict[Hashable, Request] = {}
         self.received: dict[Hashable, Received] = {}
         self.plans: list[StepPlan] = []

@@ -37,20 +37,24 @@ def test_tensors_of_every_step_say_what_the_rows_hold(data: st.DataObject, block
             if left == 0 or len(tokens[row]) == MAX_LEN:
                 continue
             count = data.draw(st.integers(1, left))
-            needed = -(-(computed[row] + count) // block_size) - len(blocks[row])
+            asks = computed[row] < prompts[row] - 1 and data.draw(st.booleans())
+            most_drafts = min(3, MAX_LEN - len(tokens[row])) if count == left and not asks else 0
+            drafts = data.draw(st.lists(st.integers(700, 800), max_size=most_drafts))
+            size = count + len(drafts)
+            needed = -(-(computed[row] + size) // block_size) - len(blocks[row])
             new_blocks = [next(free_blocks) for _ in range(needed)]
             blocks[row] += new_blocks
-            asks = computed[row] < prompts[row] - 1 and data.draw(st.booleans())
-            steps.append(RowStep(row, computed[row], count, new_blocks, count == left, asks))
+            steps.append(RowStep(row, computed[row], size, new_blocks, count == left, asks, drafts))
         layout = batch.apply(StepPlan(starts, steps))
         inputs = batch.staged.of_step(layout.counts)
 
         expected: dict[str, list[int]] = {"ids": [], "positions": [], "slots": [], "ends": []}
         for step in steps:
+            held = [*tokens[step.row], *step.draft_token_ids]
             for position in range(
                 step.num_computed_tokens, step.num_computed_tokens + step.num_scheduled_tokens
             ):
-                expected["ids"].append(tokens[step.row][position])
+                expected["ids"].append(held[position])
                 expected["positions"].append(position)
                 block = blocks[step.row][position // block_size]
                 expected["slots"].append(block * block_size + position % block_size)
@@ -62,22 +66,41 @@ def test_tensors_of_every_step_say_what_the_rows_hold(data: st.DataObject, block
         assert inputs.rows.tolist() == [step.row for step in steps]
         for step in steps:
             assert inputs.seq_lens[step.row] == step.num_computed_tokens + step.num_scheduled_tokens
-            own = blocks[step.row]
+            # Blocks that were taken for rejected drafts stay.
+            own = blocks[step.row][: -(-int(inputs.seq_lens[step.row]) // block_size)]
             assert inputs.block_table[step.row, : len(own)].tolist() == own
-        sampled = [index for index, step in enumerate(steps) if step.samples]
-        assert layout.sampled_rows.tolist() == [steps[i].row for i in sampled]
-        assert layout.sampled_positions.tolist() == [len(tokens[steps[i].row]) for i in sampled]
-        places = inputs.kept_indices[layout.sample_places].tolist()
-        assert places == [expected["ends"][i] - 1 for i in sampled]
+        # (index of the step, how many of its drafts come before the token to sample)
+        sampled = [
+            (index, num_drafts)
+            for index, step in enumerate(steps)
+            if step.samples
+            for num_drafts in range(len(step.draft_token_ids) + 1)
+        ]
+        assert layout.sampled_rows.tolist() == [steps[i].row for i, _ in sampled]
+        assert layout.sampled_positions.tolist() == [
+            len(tokens[steps[i].row]) + num_drafts for i, num_drafts in sampled
+        ]
+        assert inputs.kept_indices[layout.sample_places].tolist() == [
+            expected["ends"][i] - 1 - len(steps[i].draft_token_ids) + num_drafts
+            for i, num_drafts in sampled
+        ]
         check_kept_tokens(inputs, steps)
         check_prompt_targets(layout, inputs, steps, tokens, prompts)
 
+        new_ids: list[int] = []
         for step in steps:
-            computed[step.row] += step.num_scheduled_tokens
-        new_ids = layout.sampled_rows * 100 + 99
-        batch.append(layout.sampled_rows, layout.sampled_positions, new_ids)
-        for row, token_id in zip(layout.sampled_rows.tolist(), new_ids.tolist(), strict=True):
-            tokens[row].append(token_id)
+            computed[step.row] += step.num_scheduled_tokens - len(step.draft_token_ids)
+            if not step.samples:
+                continue
+            num_accepted = data.draw(st.integers(0, len(step.draft_token_ids)))
+            accepted = [*step.draft_token_ids[:num_accepted], step.row * 100 + 99]
+            tokens[step.row] += accepted
+            computed[step.row] += num_accepted
+            # Behind the accepted ones come tokens that the row never has.
+            new_ids += [*accepted, *[999] * (len(step.draft_token_ids) - num_accepted)]
+        batch.append(
+            layout.sampled_rows, layout.sampled_positions, np.array(new_ids, dtype=np.int64)
+        )
 
 
 def check_kept_tokens(inputs: StepInputs, steps: list[RowStep]) -> None:
@@ -88,7 +111,9 @@ def check_kept_tokens(inputs: StepInputs, steps: list[RowStep]) -> None:
     ends = inputs.cu_seqlens.tolist()[1:]
     for index in kept:
         step = steps[index]
-        count = step.num_scheduled_tokens if step.prompt_logprobs else 1
+        count = 1 + len(step.draft_token_ids)
+        if step.prompt_logprobs:
+            count = step.num_scheduled_tokens
         indices += range(ends[index] - count, ends[index])
         bounds.append(len(indices))
     assert inputs.kept_indices.tolist() == indices

@@ -40,12 +40,18 @@ class Rows:
         self.token_ids[row, self.lens[row]] = token_id
         self.lens[row] += 1
 
-    def select(self, rows: Sequence[int]) -> list[dict[int, float]]:
-        """For each of `rows`, the sum of its biases by token id."""
-        selected = self.biases.select(
-            np.array(rows, np.int64), np.array([self.lens[row] for row in rows])
-        )
-        result: list[dict[int, float]] = [{} for _ in rows]
+    def select(
+        self, rows: Sequence[int], drafts: Sequence[Sequence[int]] | None = None
+    ) -> list[dict[int, float]]:
+        """For each of `rows`, and after each of its drafts, the sum of its biases by token id."""
+        places: list[tuple[int, int]] = []
+        for row, draft in zip(rows, drafts or [()] * len(rows), strict=True):
+            first = self.lens[row]
+            self.token_ids[row, first : first + len(draft)] = draft
+            places += [(row, first + count) for count in range(len(draft) + 1)]
+        place_rows, lens = np.array(places, np.int64).T
+        selected = self.biases.select(place_rows, lens)
+        result: list[dict[int, float]] = [{} for _ in places]
         for place, token_id, bias in zip(*(part.tolist() for part in selected), strict=True):
             result[place][token_id] = result[place].get(token_id, 0.0) + bias
         return result
@@ -101,7 +107,14 @@ def test_every_row_has_its_own_biases_in_every_step(data: st.DataObject) -> None
                 continue
             in_step = data.draw(st.permutations(sorted(requests)))
             in_step = in_step[: data.draw(st.integers(1, len(in_step)))]
-            assert rows.select(in_step) == [expected(*requests[row]) for row in in_step]
+            drafts = [data.draw(st.lists(st.integers(0, 2), max_size=3)) for _ in in_step]
+            assert rows.select(in_step, drafts) == [
+                expected(prompt, [*outputs, *draft[:count]], sampling)
+                for (prompt, outputs, sampling), draft in zip(
+                    map(requests.__getitem__, in_step), drafts, strict=True
+                )
+                for count in range(len(draft) + 1)
+            ]
             for row in in_step:
                 token_id = data.draw(st.integers(0, 2))
                 requests[row][1].append(token_id)

@@ -14,6 +14,7 @@ from engine_svc.planning.errors import RequestRefused
 from engine_svc.planning.limits import SchedulerConfig
 from engine_svc.planning.request import FinishReason
 from engine_svc.planning.step import SamplingParameters, StepPlan, TokenLogprobs
+from tests.fakes.drafters import KnowingDrafter
 from tests.fakes.fake_executor import (
     FakeExecutor,
     reference_outputs,
@@ -76,6 +77,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         max_num_batched_tokens=draw(st.integers(max_num_seqs, 40)),
         max_model_len=draw(st.sampled_from([30, 60, 60])),
         max_waiting=draw(st.sampled_from([2, 100, 100, 100])),
+        max_draft_tokens=draw(st.sampled_from([0, 3, 8])),
         # From too small for most requests to enough for all at once.
         num_blocks=draw(st.sampled_from([20, 40, 40, 50, 60, 150])) // block_size,
         block_size=block_size,
@@ -90,7 +92,8 @@ class CheckedDriver(SchedulerDriver):
         executor = FakeExecutor(
             num_blocks=config.num_blocks, block_size=config.block_size, vocab_size=VOCAB_SIZE
         )
-        super().__init__(config, executor.execute)
+        self.drafter = KnowingDrafter(VOCAB_SIZE, config.max_draft_tokens)
+        super().__init__(config, executor.execute, self.drafter)
         self.config = config
 
     def check(self, plan: StepPlan) -> None:
@@ -99,6 +102,8 @@ class CheckedDriver(SchedulerDriver):
         assert len(plan.steps) <= config.max_num_seqs
         assert 0 < plan.num_scheduled_tokens <= config.max_num_batched_tokens
         assert all(0 <= step.row < config.max_num_seqs for step in plan.steps)
+        num_sampled = sum(step.samples + len(step.draft_token_ids) for step in plan.steps)
+        assert num_sampled <= config.max_num_sampled_tokens
         by_row = {r.row: r for r in self.requests.values() if r.row is not None}
         first = min(by_row.values(), key=lambda request: request.order)
         assert first.row in {step.row for step in plan.steps}, "the first in order stands still"
@@ -108,7 +113,10 @@ class CheckedDriver(SchedulerDriver):
             request = by_row[step.row]
             assert len(request.block_ids) == len(set(request.block_ids))
             end = step.num_computed_tokens + step.num_scheduled_tokens
-            assert end <= request.num_tokens <= config.max_model_len
+            num_drafts = len(step.draft_token_ids)
+            assert num_drafts <= config.max_draft_tokens
+            assert end - num_drafts <= request.num_tokens <= config.max_model_len
+            assert not num_drafts or end < request.max_num_tokens
             begin_block = step.num_computed_tokens // config.block_size
             for block_id in request.block_ids[begin_block:]:
                 assert holders[block_id] == 1, "a block that is written has a second holder"
@@ -154,6 +162,7 @@ def run_workload(driver: CheckedDriver, workload: list[Arrival]) -> None:
 
 def submit(driver: CheckedDriver, key: int, arrival: Arrival) -> None:
     outputs, _ = reference_outputs(arrival.prompt_token_ids, arrival.sampling, VOCAB_SIZE)
+    driver.drafter.outputs[key] = outputs
     try:
         driver.add(
             key,
@@ -210,6 +219,7 @@ def test_limits_hold_blocks_have_one_owner_and_every_request_ends_with_the_right
         num_blocks=st.just(12),
         block_size=st.just(4),
         prefix_cache=st.booleans(),
+        max_draft_tokens=st.sampled_from([0, 5]),
     ),
     st.lists(arrivals(), min_size=8, max_size=16),
 )
@@ -227,3 +237,5 @@ def check_workload(config: SchedulerConfig, workload: list[Arrival]) -> None:
     load = driver.scheduler.load
     event("preempted" if load.num_preemptions else "not preempted")
     event("cache hit" if load.num_prefix_cache_hit_tokens else "no cache hit")
+    event("drafts accepted" if load.num_accepted_draft_tokens else "no drafts accepted")
+    assert load.num_accepted_draft_tokens <= load.num_draft_tokens
