@@ -10,7 +10,7 @@ import argparse
 import shlex
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from rich.table import Table
 
 from compose.directories import models_directory
 from compose.model_store import DEFAULT_MODEL, ModelStore
+from engine_svc.settings import Settings
+from tests.bench.accuracy_layers import layer_errors
 from tests.bench.accuracy_score import Accuracy, engine_settings, measure, text_windows
 from tests.fakes.derived_models import write_bfloat16_directory, write_gguf_as
 
@@ -41,7 +43,12 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--tokens", type=int, default=0, help="of the text; 0 for all of it")
     parser.add_argument("--window", type=int, default=512, help="tokens scored together")
     parser.add_argument("--engine-flags", default="", help="such as '--dtype int8'")
-    parser.add_argument("--layers", type=int, default=512, help="tokens of that table; 0 for none")
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=512,
+        help="tokens that the layers' errors are taken over; 0 for no such table",
+    )
     parser.set_defaults(run=run)
 
 
@@ -59,6 +66,9 @@ def run(arguments: argparse.Namespace) -> None:
             table.add_row(*_row(name, result))
             failed |= not result.holds
     CONSOLE.print(table)
+    if arguments.layers:
+        settings = engine_settings(model, arguments.layers, flags)
+        CONSOLE.print(_layers_table(settings, windows[0][: arguments.layers]))
     if failed:
         raise SystemExit(1)
 
@@ -78,6 +88,17 @@ def in_format(model: Path, name: str) -> Iterator[Path]:
 
 def _line(result: Accuracy) -> str:
     return f"perplexity {result.engine_perplexity:.4f}, {result.ratio:.5f} times float32's"
+
+
+def _layers_table(settings: Settings, token_ids: Sequence[int]) -> Table:
+    table = Table(
+        *("layer", "own error", "accumulated", "worst channels, with shares of the own error"),
+        title=f"relative rms errors over {len(token_ids)} tokens",
+    )
+    for index, error in enumerate(layer_errors(settings, token_ids)):
+        worst = ", ".join(f"{channel} ({share:.0%})" for channel, share in error.worst)
+        table.add_row(f"{index}", f"{error.own:.3%}", f"{error.accumulated:.3%}", worst)
+    return table
 
 
 def _row(name: str, result: Accuracy) -> tuple[str, ...]:

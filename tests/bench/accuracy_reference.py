@@ -1,6 +1,8 @@
 """A decoder in plain float32, written for clarity, that the engine's answers are held against."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -27,9 +29,10 @@ class ReferenceModel:
         config = self.config
         states = [self._weights["model.embed_tokens.weight"][torch.tensor(token_ids)]]
         table = cos_sin_table(config.rope, config.head_dim, len(token_ids), self._rope_factors)
-        for index in range(config.num_layers):
-            attended = states[-1] + self._attention(index, states[-1], table)
-            states.append(attended + self._mlp(index, attended))
+        with _all_threads():
+            for index in range(config.num_layers):
+                attended = states[-1] + self._attention(index, states[-1], table)
+                states.append(attended + self._mlp(index, attended))
         return states
 
     @torch.inference_mode()
@@ -39,7 +42,8 @@ class ReferenceModel:
         tied = self.config.tie_word_embeddings
         head = self._weights["model.embed_tokens.weight" if tied else "lm_head.weight"]
         chosen = torch.tensor(token_ids[1:])[:, None]
-        return (last @ head.T).log_softmax(-1).gather(1, chosen)[:, 0]
+        with _all_threads():
+            return (last @ head.T).log_softmax(-1).gather(1, chosen)[:, 0]
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         scale = (x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).rsqrt()
@@ -74,6 +78,17 @@ class ReferenceModel:
         gate = self._linear(f"{layer}.mlp.gate_proj", x)
         up = self._linear(f"{layer}.mlp.up_proj", x)
         return self._linear(f"{layer}.mlp.down_proj", F.silu(gate) * up)
+
+
+@contextmanager
+def _all_threads() -> Iterator[None]:
+    """An engine with threads of its own leaves torch one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _rotate(x: Tensor, table: Tensor) -> Tensor:
