@@ -59,6 +59,8 @@ class Kernels(ABC):
     stored_kinds: frozenset[StoredKind] = frozenset()
     # One line for people: which implementation this is, and with which types.
     description: str
+    # How often a step's logits are in memory at once while tokens are chosen by them.
+    num_logits_copies: int = 2
     # Else it has threads of its own.
     uses_torch_threads: bool = True
 

@@ -243,7 +243,7 @@ def _num_blocks(
     model_config = source.config
     block_bytes = kv_block_bytes(kernels, model_config, config.block_size)
     model_bytes = weight_bytes(source, kernels, kernels.dtype) + step_bytes(
-        model_config, kernels.dtype, config.max_num_batched_tokens, _max_rows(config)
+        model_config, kernels, config.max_num_batched_tokens, _max_rows(config)
     )
     model_bytes += rotary_bytes(model_config, max_model_len)
     free = free_memory_bytes()

@@ -6,6 +6,7 @@ import psutil
 import torch
 
 from engine_svc.compute.model.config import ModelConfig
+from kernels import Kernels
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -33,13 +34,13 @@ def format_bytes(num_bytes: int) -> str:
     return f"{size:.4g} GiB"
 
 
-def step_bytes(config: ModelConfig, dtype: torch.dtype, max_tokens: int, max_rows: int) -> int:
+def step_bytes(config: ModelConfig, kernels: Kernels, max_tokens: int, max_rows: int) -> int:
     """About what the largest step holds at once: a layer's activations, then the logits, of which
-    the sampler makes a few copies."""
+    choosing tokens takes a few copies."""
     per_token = 4 * (config.hidden_size + config.intermediate_size)
     per_token += 2 * (config.query_size + config.kv_size)
-    logits = 8 * max_rows * config.vocab_size * torch.float32.itemsize
-    return max_tokens * per_token * dtype.itemsize + logits
+    logits = max_rows * config.vocab_size * torch.float32.itemsize
+    return max_tokens * per_token * kernels.dtype.itemsize + kernels.num_logits_copies * logits
 
 
 def rotary_bytes(config: ModelConfig, max_model_len: int) -> int:

@@ -24,6 +24,8 @@ class CpuKernels(Kernels):
     Holds scratch buffers, so one instance serves one thread.
     """
 
+    num_logits_copies = 8
+
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
         self.description = f"torch's own CPU kernels in {str(dtype).removeprefix('torch.')}"

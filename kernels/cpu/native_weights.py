@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
 
@@ -15,25 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import Matrix
-from kernels.cpu.weight_store import SMALLEST_FILE, MemoryStore, Piece, WeightStore, open_store
+from kernels.cpu.packed_weight import Format, PackedMatrix, PackedWeight
+from kernels.cpu.weight_store import SMALLEST_FILE, MemoryStore, WeightStore, open_store
 from kernels.stored_matrix import StoredKind, StoredMatrix
 
 PANEL_ROWS = 16
 # Values packed by one call: what of them is decoded before stays in a core's cache.
 _CHUNK_VALUES = 1 << 19
 _NO_ORDER = np.arange(0)
-
-
-class Format(IntEnum):
-    """TlFormat: what a packed matrix holds."""
-
-    Q4 = 0
-    Q4_WIDE = 1
-    Q8 = 2
-    F16 = 3
-    BF16 = 4
-    F32 = 5
 
 
 # TlSource.
@@ -61,54 +48,8 @@ POLICIES: Mapping[str, Mapping[StoredKind, Format]] = {
     "float32": dict.fromkeys(_FLOATS, Format.F32),
 }
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedMatrix:
-    """What a TlMatrix points at, which is settled once `kept_on_disk` is left."""
-
-    format: Format
-    rows: int
-    columns: int
-    piece: Piece
-
-    @property
-    def data(self) -> np.ndarray:
-        """uint8 [bytes], at a multiple of 64 bytes."""
-        return self.piece.data
-
-    def structure(self, bias: int | None = None) -> Matrix:
-        """The TlMatrix; `bias` is an address. It and `self` must outlive what reads it."""
-        return Matrix(self.format, self.rows, self.columns, self.data.ctypes.data, bias)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedWeight:
-    """A linear layer's weight and bias. Its outputs are those of the matrices, one after another:
-    parts of a file's different types cannot be in one."""
-
-    matrices: tuple[PackedMatrix, ...]
-    bias: Tensor | None  # float32 [rows]
-
-    @property
-    def rows(self) -> int:
-        return sum(matrix.rows for matrix in self.matrices)
-
-    @property
-    def columns(self) -> int:
-        return self.matrices[0].columns
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(matrix.data.nbytes for matrix in self.matrices)
-
-    def structures(self) -> list[tuple[int, Matrix]]:
-        """The first output and the TlMatrix of each matrix."""
-        result, first = [], 0
-        for matrix in self.matrices:
-            address = None if self.bias is None else self.bias[first:].data_ptr()
-            result.append((first, matrix.structure(address)))
-            first += matrix.rows
-        return result
+# Packing these is no more than a copy, and they are many times as large as a quantised file.
+_NOT_KEPT = {"float32"}
 
 
 class WeightPacker:
@@ -155,6 +96,9 @@ class WeightPacker:
         and less than `smallest_file` is not kept. `report` gets a line when a file is written, and
         why when there is none.
         """
+        if self._policy in _NOT_KEPT:
+            yield
+            return
         description = {"identity": identity, "weights": self._policy, "layout": self.layout}
         own, self._store = (
             self._store,

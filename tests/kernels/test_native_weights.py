@@ -11,7 +11,8 @@ from gguf.quants import dequantize
 
 from kernels import StoredKind, StoredMatrix
 from kernels.cpu.library import load
-from kernels.cpu.native_weights import POLICIES, Format, PackedWeight, WeightPacker
+from kernels.cpu.native_weights import POLICIES, WeightPacker
+from kernels.cpu.packed_weight import Format, PackedWeight
 from tests.fakes.native_ops import runnable_instruction_sets
 from tests.fakes.tiny_gguf import quantise
 
@@ -185,6 +186,13 @@ def test_a_second_load_packs_nothing(
     monkeypatch.setattr(WeightPacker, "_fill", lambda *arguments: pytest.fail("it was packed"))
     assert all(np.array_equal(*pair) for pair in zip(run(), first, strict=True))
     assert len(lines) == 1 and "are kept in" in lines[0]
+
+
+def test_what_is_packed_by_copying_is_not_kept(best: ctypes.CDLL, tmp_path: Path) -> None:
+    packer = WeightPacker(best, "float32", num_threads=1)
+    with packer.kept_on_disk(tmp_path / "m", "1", 10_000, print, smallest_file=0):
+        packer.pack([stored(StoredKind.F32, 16)])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_load_that_fails_leaves_no_file(best: ctypes.CDLL, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from engine_svc.compute.memory import (
     step_bytes,
 )
 from engine_svc.compute.model.config import read_hf_config
+from kernels.cpu.backend import CpuKernels
 from tests.fakes.tiny_models import write_tiny_llama
 
 
@@ -39,6 +40,9 @@ def test_sizes_are_written_for_people() -> None:
 
 def test_a_step_takes_memory_by_its_tokens_and_rows(tmp_path: Path) -> None:
     config = read_hf_config(write_tiny_llama(tmp_path))
-    # 4 x (64 + 96) + 2 x (64 + 32) values a token; eight copies of the logits.
-    assert step_bytes(config, torch.float32, 1, 0) == (640 + 192) * 4
-    assert step_bytes(config, torch.float32, 0, 3) == 8 * 3 * 258 * 4
+    for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
+        kernels = CpuKernels(dtype)
+        # 4 x (64 + 96) + 2 x (64 + 32) values a token.
+        assert step_bytes(config, kernels, 1, 0) == (640 + 192) * size
+        # Logits are float32 always.
+        assert step_bytes(config, kernels, 0, 3) == 8 * 3 * 258 * 4

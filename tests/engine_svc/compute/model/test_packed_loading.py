@@ -24,7 +24,8 @@ from engine_svc.compute.model.weights import (
 )
 from kernels import PackedEmbedding, PackedLinear, StoredKind, StoredMatrix
 from kernels.cpu.library import load
-from kernels.cpu.native_weights import Format, PackedWeight, WeightPacker
+from kernels.cpu.native_weights import WeightPacker
+from kernels.cpu.packed_weight import Format, PackedWeight
 from kernels.reference import ReferenceKernels
 from tests.fakes.native_ops import runnable_instruction_sets
 from tests.fakes.tiny_gguf import write_tiny_gguf
