@@ -2,7 +2,7 @@
 
 import argparse
 
-from tests.bench import accuracy, overload, peers, pipeline, structured
+from tests.bench import accuracy, overload, peers, pipeline, sampling, structured
 
 
 def main() -> None:
@@ -13,6 +13,7 @@ def main() -> None:
     structured.add_command(commands)
     accuracy.add_command(commands)
     peers.add_command(commands)
+    sampling.add_command(commands)
     arguments = parser.parse_args()
     arguments.run(arguments)
 

@@ -36,7 +36,9 @@ class LogSoftmax {
         log_of_sum_(static_cast<double>(row.largest()) +
                     natural_log(row.exponentials(1.0f))) {}
 
-  float of(float logit) const { return static_cast<float>(static_cast<double>(logit) - log_of_sum_); }
+  float of(float logit) const {
+    return static_cast<float>(static_cast<double>(logit) - log_of_sum_);
+  }
 
   // The `count` likeliest tokens in order, those with equal log-probabilities by id.
   void list(int64_t count, const Workspace& workspace, int64_t* ids, float* logprobs) const {

@@ -154,8 +154,9 @@ Cut filter_by_mass(const LogitRow& row, const Filters& filters, const Cut& kept,
   const float inverse = 1.0f / filters.temperature;
   if (kept.last_id == INT64_MAX) {
     // Lower down all masses are 0.
-    const double depth = static_cast<double>(row.largest()) - 88.0 * temperature;
-    const float lowest = std::max(kept.value, static_cast<float>(std::max<double>(depth, -FLT_MAX)));
+    const double nothing = static_cast<double>(row.largest()) - 88.0 * temperature;
+    const float lowest =
+        std::max(kept.value, static_cast<float>(std::max<double>(nothing, -FLT_MAX)));
     row.exponentials(inverse, workspace.masses);
     const ThresholdSearch search(row, workspace.masses, workspace.candidates);
     return search.find(share * search.weight(lowest), lowest, 3.0 * temperature);

@@ -1,5 +1,5 @@
 // What sampling needs of sixteen lanes beyond simd.h: comparisons as bits, choices by bits, sums in
-// double precision, and whole numbers of 64 bits for Philox. The same bits on every instruction set.
+// double precision. The same bits on every instruction set.
 #pragma once
 
 #include "simd.h"

@@ -19,8 +19,8 @@ class LogitRow {
   LogitRow(const float* logits, int64_t vocab_size, float* block_maxima)
       : logits_(logits), vocab_size_(vocab_size), block_maxima_(block_maxima) {}
 
-  // Reads it once, before all else. False where the largest logit is not finite, or any is NaN: such
-  // a row has none of what follows.
+  // Reads it once, before all else. False where the largest logit is not finite, or any is NaN:
+  // such a row has none of what follows.
   bool scan();
 
   float largest() const { return largest_; }
