@@ -15,6 +15,8 @@
 #endif
 
 #define TL_INLINE inline __attribute__((always_inline))
+// Of a lambda, between its parameters and its body.
+#define TL_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace tokenline {
 
@@ -341,42 +343,90 @@ TL_INLINE void store_some(float* p, F32x16 a, int64_t count) {
   std::memcpy(p, values, static_cast<size_t>(count) * sizeof(float));
 }
 
-// Lane i + lane i + 8, then + 4, + 2, + 1.
+// `sum` adds lane i + lane i + 8, then + 4, + 2, + 1; `largest` takes the larger in the same order,
+// so that it is any value if there is a NaN. Of integers the order makes no difference.
+#if defined(TL_AVX512) || defined(TL_AVX2)
+
+TL_INLINE float sum_of_8(__m256 a) {
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+TL_INLINE float largest_of_8(__m256 a) {
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+TL_INLINE int32_t sum_of_8(__m256i a) {
+  const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+}
+TL_INLINE int32_t largest_of_8(__m256i a) {
+  const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+}
+
+#endif
+#if defined(TL_AVX512)
+
+// Eight of the lanes. Not by a cast: GCC 12 warns of that.
+template <int half>
+TL_INLINE __m256 lanes_of(F32x16 a) {
+  return _mm512_maskz_extractf32x8_ps(0xff, a.v, half);
+}
+template <int half>
+TL_INLINE __m256i lanes_of(I32x16 a) {
+  return _mm512_maskz_extracti32x8_epi32(0xff, a.v, half);
+}
+
 TL_INLINE float sum(F32x16 a) {
-  alignas(64) float v[kLanes];
-  store(v, a);
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; i++) v[i] = v[i] + v[i + half];
-  }
-  return v[0];
+  return sum_of_8(_mm256_add_ps(lanes_of<0>(a), lanes_of<1>(a)));
 }
-
-// The largest lane; any value if there is a NaN.
 TL_INLINE float largest(F32x16 a) {
-  alignas(64) float v[kLanes];
-  store(v, a);
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; i++) v[i] = v[i] > v[i + half] ? v[i] : v[i + half];
-  }
-  return v[0];
+  return largest_of_8(_mm256_max_ps(lanes_of<0>(a), lanes_of<1>(a)));
 }
-
-// Of integers, whose order of adding makes no difference.
 TL_INLINE int32_t sum(I32x16 a) {
-  alignas(64) int32_t v[kLanes];
-  store_int(v, a);
-  int32_t result = 0;
-  for (int i = 0; i < kLanes; i++) result += v[i];
+  return sum_of_8(_mm256_add_epi32(lanes_of<0>(a), lanes_of<1>(a)));
+}
+TL_INLINE int32_t largest(I32x16 a) {
+  return largest_of_8(_mm256_max_epi32(lanes_of<0>(a), lanes_of<1>(a)));
+}
+
+#elif defined(TL_AVX2)
+
+TL_INLINE float sum(F32x16 a) { return sum_of_8(_mm256_add_ps(a.lo, a.hi)); }
+TL_INLINE float largest(F32x16 a) { return largest_of_8(_mm256_max_ps(a.lo, a.hi)); }
+TL_INLINE int32_t sum(I32x16 a) { return sum_of_8(_mm256_add_epi32(a.lo, a.hi)); }
+TL_INLINE int32_t largest(I32x16 a) { return largest_of_8(_mm256_max_epi32(a.lo, a.hi)); }
+
+#else
+
+TL_INLINE float sum(F32x16 a) {
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; i++) a.v[i] = a.v[i] + a.v[i + half];
+  }
+  return a.v[0];
+}
+TL_INLINE float largest(F32x16 a) {
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; i++) a.v[i] = a.v[i] > a.v[i + half] ? a.v[i] : a.v[i + half];
+  }
+  return a.v[0];
+}
+TL_INLINE int32_t sum(I32x16 a) {
+  uint32_t result = 0;
+  for (int i = 0; i < kLanes; i++) result += static_cast<uint32_t>(a.v[i]);
+  return static_cast<int32_t>(result);
+}
+TL_INLINE int32_t largest(I32x16 a) {
+  int32_t result = a.v[0];
+  for (int i = 1; i < kLanes; i++) result = a.v[i] > result ? a.v[i] : result;
   return result;
 }
 
-TL_INLINE int32_t largest(I32x16 a) {
-  alignas(64) int32_t v[kLanes];
-  store_int(v, a);
-  int32_t result = v[0];
-  for (int i = 1; i < kLanes; i++) result = v[i] > result ? v[i] : result;
-  return result;
-}
+#endif
 
 // e^x to about 1 ulp, for x up to 88; 0 below -87. NaN stays NaN. After Cephes' expf (Moshier):
 // x = n ln 2 + r, and a polynomial in r.
