@@ -13,6 +13,7 @@ from engine_svc.compute.executor import Executor, ExecutorConfig
 from engine_svc.compute.grammar_compiler import GrammarCompiler
 from engine_svc.engine_loop import engine_thread
 from engine_svc.planning.limits import SchedulerConfig
+from engine_svc.planning.step_profile import StepProfile
 from engine_svc.service import EngineService
 from engine_svc.settings import Settings
 from protos.common.v1 import common_pb2
@@ -40,6 +41,9 @@ async def serve(settings: Settings) -> None:
         thread = engine_thread()
         executor = await asyncio.get_running_loop().run_in_executor(thread, load_executor, settings)
         compiler = await load_grammars(await fetching, model, executor)
+        profile = StepProfile(settings.profile_steps, logger.info)
+        if profile.is_on:
+            executor.profile_into(profile)
         # What the load left behind lives as long as the process; the collector need not look at
         # it in the middle of a step.
         gc.collect()
@@ -57,6 +61,7 @@ async def serve(settings: Settings) -> None:
                     thread,
                     compiler,
                     settings.step_timeout_seconds,
+                    profile,
                 )
             )
             engine_pb2_grpc.add_EngineServiceServicer_to_server(service, server.grpc)
@@ -91,6 +96,8 @@ def load_executor(settings: Settings) -> Executor:
         num_threads=settings.num_threads,
         num_local_engines=settings.num_local_engines,
         dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
+        cpu_kernels=settings.cpu_kernels,
     )
     return Executor.load(settings.model, config, report=logger.info)
 

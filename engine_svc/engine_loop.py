@@ -16,6 +16,7 @@ from engine_svc.planning.limits import SchedulerLoad
 from engine_svc.planning.request import Finish, FinishReason, Request, RequestOutput
 from engine_svc.planning.scheduler import Scheduler
 from engine_svc.planning.step import StepPlan, StepResult
+from engine_svc.planning.step_profile import StepProfile
 from engine_svc.step_watchdog import StepHangs, StepWatchdog
 from protos.wire.errors import InternalError, Unavailable
 
@@ -71,6 +72,7 @@ class EngineLoop:
         on_failure: Callable[[], None],
         thread: ThreadPoolExecutor,
         step_timeout_seconds: float = math.inf,
+        profile: StepProfile | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
@@ -85,6 +87,7 @@ class EngineLoop:
         self._thread = thread
         self._running: Future[None] | None = None
         self._watchdog = StepWatchdog(step_timeout_seconds)
+        self._profile = profile or StepProfile()
         self._watching: asyncio.Task[None] | None = None
         self.failure: Exception | None = None
 
@@ -162,16 +165,23 @@ class EngineLoop:
 
     def _step(self, outputs: list[RequestOutput]) -> None:
         """One step; `outputs` of the commands before it travel with the news of who starts."""
+        lap = self._profile.lap
+        self._profile.start()
         plan = self._scheduler.schedule()
+        lap("plan")
         self._publish(outputs + self._scheduler.first_starts(plan))
+        lap("publish")
         began = time.perf_counter()
         with self._watchdog.watching(plan):
             result = self._execute(plan)
         if isinstance(result, StepResult):
-            seconds = time.perf_counter() - began
-            self._publish(self._scheduler.commit(plan, result, seconds))
+            outputs = self._scheduler.commit(plan, result, time.perf_counter() - began)
         else:
-            self._publish(self._scheduler.fail(plan, result))
+            outputs = self._scheduler.fail(plan, result)
+        lap("commit")
+        self._publish(outputs)
+        lap("publish")
+        self._profile.end(plan.num_scheduled_tokens)
 
     def _take_commands(self) -> list[RequestOutput]:
         """Runs the commands that have come; sleeps while there is neither command nor request."""

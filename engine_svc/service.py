@@ -17,6 +17,7 @@ from engine_svc.planning.limits import SchedulerConfig
 from engine_svc.planning.ngram_drafter import drafter_for
 from engine_svc.planning.request import Request, RequestOutput
 from engine_svc.planning.scheduler import Scheduler
+from engine_svc.planning.step_profile import StepProfile
 from protos.common.v1 import common_pb2
 from protos.engine.v1 import engine_pb2, engine_pb2_grpc
 from protos.wire.errors import Unavailable
@@ -56,10 +57,11 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         thread: ThreadPoolExecutor,
         compiler: Compiler | None = None,
         step_timeout_seconds: float = math.inf,
+        profile: StepProfile | None = None,
     ) -> None:
         scheduler = Scheduler(config, drafter_for(config))
         self._engine = EngineLoop(
-            scheduler, executor, self._deliver, on_failure, thread, step_timeout_seconds
+            scheduler, executor, self._deliver, on_failure, thread, step_timeout_seconds, profile
         )
         self._gate = GrammarGate(compiler, self._engine.submit, self._deliver)
         self._vocab_size = executor.vocab_size

@@ -48,13 +48,29 @@ class Settings:
         1, "Engines on this machine, which share its cores and free memory.", minimum=1
     )
     dtype: str = setting(
-        "float32", "The type that weights and KV are held in.", choices=("float32", "bfloat16")
+        "auto",
+        "What linear layers compute with: auto keeps 4- and 8-bit weights as the file has them, "
+        "and makes int8 of all others.",
+        choices=("auto", "int8", "bfloat16", "float32"),
+    )
+    kv_dtype: str = setting(
+        "auto",
+        "What keys and values are held in; auto for float16, or float32 with --dtype float32.",
+        choices=("auto", "float16", "float32", "int8"),
+    )
+    cpu_kernels: str = setting(
+        "auto",
+        "The compiled kernels for an instruction set, or torch's own; auto for the best there is.",
+        choices=("auto", "torch", "portable", "avx2", "avx512", "neon"),
     )
     drain_seconds: float = setting(
         10.0, "How long running sequences may go on after SIGTERM.", minimum=0.0
     )
     step_timeout_seconds: float = setting(
         120.0, "A step that takes longer hangs: the engine then ends with an error.", minimum=1.0
+    )
+    profile_steps: int = setting(
+        0, "Logs after every so many steps where their time went; 0 for never.", minimum=0
     )
     log_level: str = setting("info", "Log level.", choices=("debug", "info", "warning", "error"))
 

@@ -40,6 +40,7 @@ from engine_svc.planning.step import (
     StepPlan,
     StepResult,
 )
+from engine_svc.planning.step_profile import StepProfile
 from kernels import KernelConfig, Kernels, select_kernels
 from protos.wire.errors import StartupError
 
@@ -84,6 +85,7 @@ class Executor:
         self._num_blocks = num_blocks
         self._num_threads = num_threads
         self._grammars: GrammarRows | None = None
+        self._profile = StepProfile()
 
     @classmethod
     def load(cls, model: Path, config: ExecutorConfig, report: Callable[[str], None]) -> "Executor":
@@ -145,6 +147,12 @@ class Executor:
         """Once, before the first step: rows may have grammars from now on."""
         self._grammars = GrammarRows(compiler, self._num_threads)
 
+    def profile_into(self, profile: StepProfile) -> None:
+        """Tells `profile` the laps of each step from now on, and the ops they consist of."""
+        self._profile = profile
+        self._runner.profile_ops()
+        profile.take_parts = self._runner.take_op_seconds
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Computes a step. After an exception the plan's rows hold nothing of use."""
@@ -154,10 +162,13 @@ class Executor:
                 self._grammars.start(start)
         if not plan.steps:
             return StepResult()
+        self._profile.lap("stage")
         self._runner.forward(layout.counts)
+        self._profile.lap("layers")
         of_prompts: tuple[PromptLogprobs, ...] = ()
         if layout.prompt_targets is not None:
             of_prompts = score_prompts(self._runner, self._sampler, layout.prompt_targets)
+            self._profile.lap("score prompts")
         sampled: tuple[SampledToken, ...] = ()
         for begin in range(0, len(layout.sample_places), self._runner.max_rows):
             part = slice(begin, begin + self._runner.max_rows)
@@ -173,6 +184,7 @@ class Executor:
     ) -> tuple[SampledToken, ...]:
         """One token each for `rows`, at `positions`, after kept tokens `places`; all int64 [s]."""
         logits = self._runner.logits(places)
+        self._profile.lap("head")
         sampling = self._batch.sampling_inputs(rows, positions)
         mask = None if self._grammars is None else self._grammars.mask(rows.tolist())
         if mask is not None:
@@ -182,7 +194,9 @@ class Executor:
         errors, completed = list(sampled.errors), [False] * len(rows)
         if self._grammars is not None and mask is not None:
             completed = self._grammars.accept(rows.tolist(), sampled.token_ids.tolist(), errors)
-        return _sampled_tokens(rows, sampled, errors, completed)
+        tokens = _sampled_tokens(rows, sampled, errors, completed)
+        self._profile.lap("sample")
+        return tokens
 
     def _warm_up(self) -> None:
         """One token through all the code, so that the first request does not pay for first calls.

@@ -1,5 +1,6 @@
 """Runs the decoder on a step that the batch has staged: op by op, or as the backend captured it."""
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +27,12 @@ class ModelRunner(Protocol):
 
         The next call may overwrite the result, and so may whoever gets it.
         """
+
+    def profile_ops(self) -> None:
+        """Begins to add up the time of each op, where that can be told."""
+
+    def take_op_seconds(self) -> Mapping[str, Mapping[str, float]]:
+        """By kind of op, of the "layers" and of the "head", since it was called last."""
 
 
 def make_runner(
@@ -60,6 +67,12 @@ class EagerRunner:
     def logits(self, places: np.ndarray) -> Tensor:
         return self._decoder.logits(self._hidden, torch.from_numpy(places))
 
+    def profile_ops(self) -> None:
+        """Ops on torch tensors are not told apart."""
+
+    def take_op_seconds(self) -> Mapping[str, Mapping[str, float]]:
+        return {}
+
 
 class CapturedRunner:
     """Replays the model's ops: one call for the layers, one for the head."""
@@ -79,7 +92,11 @@ class CapturedRunner:
         self._head(num_rows)
         return self._head.result[:num_rows]
 
-    @property
-    def captured(self) -> tuple[CapturedRun, CapturedRun]:
-        """The layers and the head."""
-        return self._forward, self._head
+    def profile_ops(self) -> None:
+        for run in (self._forward, self._head):
+            run.set_profiling(True)
+
+    def take_op_seconds(self) -> Mapping[str, Mapping[str, float]]:
+        seconds = {"layers": self._forward.op_seconds(), "head": self._head.op_seconds()}
+        self.profile_ops()
+        return seconds

@@ -98,7 +98,7 @@ async def test_the_process_serves_the_model_and_drains_on_sigterm(model_path: Pa
                 16,
             )
             assert status.max_model_len == 512
-            assert 0 < status.load.num_blocks * 16 * 512 <= 1 << 20
+            assert 0 < status.load.num_blocks * 16 * 256 <= 1 << 20
             call = stub.Generate()
             record = common_pb2.GenerationRecord(
                 prompt_token_ids=[1, 2, 3], sampling=proto_sampling(50)

@@ -1,6 +1,6 @@
 """A model without weights: the real executor, rows and sampler over logits that a test gives."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -33,6 +33,12 @@ class StubRunner:
 
     def logits(self, places: np.ndarray) -> Tensor:
         return self._logits_after(self._kept[torch.from_numpy(places)].long())
+
+    def profile_ops(self) -> None:
+        """There are none."""
+
+    def take_op_seconds(self) -> Mapping[str, Mapping[str, float]]:
+        return {}
 
 
 def stub_driver(
