@@ -23,7 +23,8 @@ from kernels.cpu.native_ops import (
 )
 from kernels.cpu.native_program import NativePool, NativeProgram, Recorder
 from kernels.cpu.native_sampling import NativeSampling
-from kernels.cpu.native_weights import PackedWeight, WeightPacker
+from kernels.cpu.native_weights import WeightPacker
+from kernels.cpu.packed_weight import PackedWeight
 from kernels.ops import CapturedRun, Kernels, StoredKind, StoredMatrix
 
 # TlKvType.

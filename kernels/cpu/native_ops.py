@@ -15,7 +15,7 @@ from kernels.cpu.native_lowering import (
     rows_of,
     rows_of_span,
 )
-from kernels.cpu.native_weights import Format, PackedWeight
+from kernels.cpu.packed_weight import Format, PackedWeight
 
 _QUANTISED_FORMATS = (Format.Q4, Format.Q4_WIDE, Format.Q8)
 # A multiple of so many rows, or there is no op for the product and silu · mul in one.
