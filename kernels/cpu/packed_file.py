@@ -84,11 +84,21 @@ def read_table(descriptor: int) -> dict[str, Any]:
     content = os.pread(descriptor, size, first)
     if hashlib.sha256(content).digest() != digest:
         raise UnusableFileError("its table is damaged")
-    table: dict[str, Any] = json.loads(content)
-    for _, start, length in table["matrices"]:
-        if start < _HEADER.size or start % _LINE_BYTES or length < 0 or start + length > first:
-            raise UnusableFileError("its table is damaged")
-    return table
+    try:
+        return _checked(json.loads(content), first)
+    except (ValueError, TypeError, LookupError, AttributeError):
+        raise UnusableFileError("its table is damaged") from None
+
+
+def _checked(table: dict[str, Any], end: int) -> dict[str, Any]:
+    """A table of matrices that end before `end`."""
+    for key, start, size in table["matrices"]:
+        is_place = isinstance(key, str) and isinstance(start, int) and isinstance(size, int)
+        is_inside = _HEADER.size <= start <= start + size <= end
+        if not is_place or not is_inside or start % _LINE_BYTES:
+            raise ValueError(f"{key} cannot lie at {start}")
+    description = {str(name): str(value) for name, value in table["description"].items()}
+    return {"description": description, "matrices": table["matrices"]}
 
 
 def write_packed(

@@ -1,8 +1,10 @@
 """Packed weights on disk: found again, shared, and never believed when they are damaged."""
 
 import errno
+import hashlib
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -124,6 +126,28 @@ def test_a_damaged_file_is_replaced(loads: Loads, damage: Callable[[bytes], byte
     assert loads.lines[0].startswith(f"{path} is not used: ")
     loads()
     assert (loads.num_packed, loads.lines) == (0, [])
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        *(b"", b"{", b"[]", b"{}", b'{"matrices": [], "description": 1}'),
+        *(b'{"matrices": [["a"]], "description": {}}', b'{"matrices": 3, "description": {}}'),
+        *(
+            b'{"matrices": [["a", %s]], "description": {}}' % place
+            for place in (b"0, 1", b"64, 1000000", b"64, -1", b"65, 8", b'"64", 8', b"64.0, 8")
+        ),
+    ],
+)
+def test_a_table_is_not_believed_for_its_checksum(loads: Loads, table: bytes) -> None:
+    loads()
+    (path,) = loads.files
+    content = path.read_bytes()[:4096]
+    digest = hashlib.sha256(table).digest()
+    header = content[:16] + struct.pack("<QQ", len(content), len(table)) + digest
+    path.write_bytes(header + content[len(header) :] + table)
+    loads()
+    assert loads.lines[0] == f"{path} is not used: its table is damaged"
 
 
 def test_a_link_and_a_file_of_another_user_are_not_followed(

@@ -159,11 +159,14 @@ def weight_bytes(source: WeightSource, kernels: Kernels, dtype: torch.dtype) -> 
 def identity(source: WeightSource) -> str:
     """A digest that changes when a file of the model does: of sizes, times and beginnings."""
     digest = hashlib.sha256()
-    for path in source.files:
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns} ".encode())
-            digest.update(file.read(_HEAD_BYTES))
+    try:
+        for path in source.files:
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns} ".encode())
+                digest.update(file.read(_HEAD_BYTES))
+    except OSError as error:
+        raise StartupError(f"cannot read {path}: {error.strerror}") from error
     return digest.hexdigest()
 
 
