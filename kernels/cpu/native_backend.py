@@ -64,7 +64,7 @@ class NativeKernels(NativeSampling, Kernels):
         self.stored_kinds = self._packer.stored_kinds
         build = library.tl_instruction_set().decode()
         self.description = (
-            f"native CPU kernels ({build}) on {num_threads} threads, weights: {weights}, KV: {kv}"
+            f"native CPU kernels: {build}, threads: {num_threads}, weights: {weights}, KV: {kv}"
         )
 
     def capture(

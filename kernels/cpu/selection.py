@@ -13,36 +13,42 @@ _TORCH_DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": to
 
 def select_cpu_kernels(config: KernelConfig) -> Kernels:
     """Raises ValueError in one line for what cannot be had."""
-    build = library.best()
-    if config.implementation == "torch" or (config.implementation == "auto" and build is None):
-        return _torch_kernels(config, is_left=config.implementation == "auto")
-    if build is None:
+    if config.implementation == "torch":
+        return _torch_kernels(config)
+    try:
+        best = library.best()
+        reason = "" if best else "the native library is not built"
+    except OSError as error:
+        best, reason = None, str(error)
+    if config.implementation == "auto":
+        if best is not None:
+            return _native_kernels(config, best)
+        kernels = _torch_kernels(config)
+        kernels.description += f", several times slower than native ones: {reason}"
+        return kernels
+    if best is None:
+        raise ValueError(f"there are no {config.implementation} kernels: {reason}")
+    built = library.available()
+    usable = built[: built.index(best) + 1]
+    if config.implementation not in usable:
         raise ValueError(
-            f"there are no {config.implementation} kernels: the native library is not built"
+            f"there are no {config.implementation} kernels for this machine, "
+            f"only {', '.join(usable)}"
         )
-    if config.implementation != "auto":
-        built = library.available()
-        usable = built[: built.index(build) + 1]
-        if config.implementation not in usable:
-            raise ValueError(
-                f"there are no {config.implementation} kernels for this machine, "
-                f"only {', '.join(usable)}"
-            )
-        build = config.implementation
+    return _native_kernels(config, config.implementation)
+
+
+def _native_kernels(config: KernelConfig, build: str) -> NativeKernels:
     kv = config.kv
     if kv == "auto":
         kv = "float32" if config.weights == "float32" else "float16"
     return NativeKernels(library.load(build), config.num_threads, config.weights, kv)
 
 
-def _torch_kernels(config: KernelConfig, is_left: bool) -> CpuKernels:
-    """`is_left` when there was nothing better."""
+def _torch_kernels(config: KernelConfig) -> CpuKernels:
     dtype = _TORCH_DTYPES.get(config.weights)
     if dtype is None:
         raise ValueError(f"torch's own kernels do not compute with {config.weights} weights")
     if config.kv not in ("auto", str(dtype).removeprefix("torch.")):
         raise ValueError("torch's own kernels hold KV in the type of the weights")
-    kernels = CpuKernels(dtype)
-    if is_left:
-        kernels.description += ", since the native library is not built: several times slower"
-    return kernels
+    return CpuKernels(dtype)

@@ -250,8 +250,3 @@ def test_a_result_that_several_read_is_not_joined(randn) -> None:
     buffer = recorder.buffer(result)
     ops = settle_forms(fuse(recorder.ops, buffer), buffer)
     assert [type(op).__name__ for op in ops] == ["Embedding", "Linear", "SiluAndMul"]
-
-
-def test_unknown_builds_are_refused_in_one_line() -> None:
-    with pytest.raises(ValueError, match="there are no neon kernels"):
-        select_kernels(torch.device("cpu"), KernelConfig(implementation="neon"))
