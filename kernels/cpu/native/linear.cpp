@@ -12,56 +12,39 @@ class PlainStage : public LinearStage<Format> {
  public:
   PlainStage(int32_t count, const TlRows& in, const TlMatrix& weight, bool adds, float* out,
              int64_t stride)
-      : Base(count, in, weight, (num_panels(weight.rows) + kTilePanels - 1) / kTilePanels,
-             kTilePanels),
+      : Base(count, in, weight, num_panels(weight.rows), 1),
         adds_(adds),
         out_(out),
         stride_(stride) {}
 
  private:
   void work(const Block& block, const Rows& x, float*) const override {
-    for (int64_t tile = block.first_tile; tile < block.last_tile; tile++) {
-      const int64_t last_panel = num_panels(this->weight().rows) - 1;
-      Panels<kTilePanels> panels;
-      for (int p = 0; p < kTilePanels; p++) {
-        this->place_panel(panels, p, std::min(tile * kTilePanels + p, last_panel));
-      }
-      panels.ahead = kTilePanels * this->panel_bytes();
+    for (int64_t index = block.first_unit; index < block.last_unit; index++) {
+      const uint8_t* panel = this->panel(index);
       for_each_row_tile<Format::kTileRows>(
           block.first_row, block.last_row, [&](int64_t row, auto count) {
             constexpr int R = decltype(count)::value;
-            float* out = out_ + row * stride_ + tile * kTilePanels * kPanelRows;
-            for (int r = 0; r < R; r++) prefetch_outputs(out + r * stride_);
-            F32x16 products[kTilePanels][R];
-            multiply<Format>(panels, x.from(row - block.first_row), products);
-            store_tile(products, tile, out);
-            panels.ahead = 0;
+            float* out = out_ + row * stride_ + index * kPanelRows;
+            for (int r = 0; r < R; r++) __builtin_prefetch(out + r * stride_, 1);
+            F32x16 products[R];
+            multiply<Format>(panel, x.from(row - block.first_row), products);
+            store_tile(products, index, out);
           });
     }
   }
 
-  static TL_INLINE void prefetch_outputs(const float* out) {
-    for (int p = 0; p < kTilePanels; p++) __builtin_prefetch(out + p * kPanelRows, 1);
-  }
-
   template <int R>
-  TL_INLINE void store_tile(const F32x16 (&products)[kTilePanels][R], int64_t tile,
-                            float* out) const {
+  TL_INLINE void store_tile(const F32x16 (&products)[R], int64_t index, float* out) const {
     const TlMatrix& weight = this->weight();
+    const int64_t first = index * kPanelRows, count = weight.rows - first;
+    const F32x16 bias = weight.bias ? load_some(weight.bias + first, count) : zero();
     TL_UNROLL
-    for (int p = 0; p < kTilePanels; p++) {
-      const int64_t first = (tile * kTilePanels + p) * kPanelRows;
-      const int64_t count = weight.rows - first;
-      if (count <= 0) return;
-      const F32x16 bias = weight.bias ? load_some(weight.bias + first, count) : zero();
-      TL_UNROLL
-      for (int r = 0; r < R; r++) {
-        float* place = out + r * stride_ + p * kPanelRows;
-        F32x16 y = products[p][r];
-        if (weight.bias) y = y + bias;
-        if (adds_) y = y + load_some(place, count);
-        store_some(place, y, count);
-      }
+    for (int r = 0; r < R; r++) {
+      float* place = out + r * stride_;
+      F32x16 y = products[r];
+      if (weight.bias) y = y + bias;
+      if (adds_) y = y + load_some(place, count);
+      store_some(place, y, count);
     }
   }
 

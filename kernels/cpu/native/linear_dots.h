@@ -4,7 +4,6 @@
 // so that every way to them gives the same bits. Each build says how much of it fits registers:
 //
 //   kRowsPerTile      rows of activations that share one read of the weights
-//   kPanelsAtOnce     panels that share one read of the activations
 //   kOffsetsInt8      int8 weights are taken as unsigned, w + 128, and the sums start at -128 · Σx
 //
 // `sums` come as what the dot products are to be added to: zeros, but for kOffsetsInt8.
@@ -32,7 +31,7 @@ struct GroupRows {
 
 #if defined(TL_AVX512)
 
-constexpr int kRowsPerTile = 4, kFloatRowsPerTile = 6, kPanelsAtOnce = 2;
+constexpr int kRowsPerTile = 8, kFloatRowsPerTile = 8;
 constexpr bool kOffsetsInt8 = true;
 
 TL_INLINE __m512i broadcast_quad(const int8_t* p) {
@@ -41,55 +40,39 @@ TL_INLINE __m512i broadcast_quad(const int8_t* p) {
   return _mm512_set1_epi32(quad);
 }
 
-template <int P, int R>
-TL_INLINE void add_dots_q4(const uint8_t* const (&values)[P], GroupRows x, I32x16 (&sums)[P][R]) {
+template <int R>
+TL_INLINE void add_dots_q4(const uint8_t* values, GroupRows x, I32x16 (&sums)[R]) {
   const __m512i low_halves = _mm512_set1_epi8(15);
   TL_UNROLL
   for (int part = 0; part < 4; part++) {
-    __m512i even[P], odd[P];
-    TL_UNROLL
-    for (int p = 0; p < P; p++) {
-      const __m512i both = _mm512_loadu_si512(values[p] + part * kQuadBytes);
-      even[p] = _mm512_and_si512(both, low_halves);
-      odd[p] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low_halves);
-    }
+    const __m512i both = _mm512_loadu_si512(values + part * kQuadBytes);
+    const __m512i even = _mm512_and_si512(both, low_halves);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi16(both, 4), low_halves);
     TL_UNROLL
     for (int r = 0; r < R; r++) {
-      const __m512i x_even = broadcast_quad(x.quad(r, 2 * part));
-      const __m512i x_odd = broadcast_quad(x.quad(r, 2 * part + 1));
-      TL_UNROLL
-      for (int p = 0; p < P; p++) {
-        sums[p][r].v = _mm512_dpbusd_epi32(sums[p][r].v, even[p], x_even);
-        sums[p][r].v = _mm512_dpbusd_epi32(sums[p][r].v, odd[p], x_odd);
-      }
+      sums[r].v = _mm512_dpbusd_epi32(sums[r].v, even, broadcast_quad(x.quad(r, 2 * part)));
+      sums[r].v = _mm512_dpbusd_epi32(sums[r].v, odd, broadcast_quad(x.quad(r, 2 * part + 1)));
     }
   }
 }
 
-template <int P, int R>
-TL_INLINE void add_dots_q8(const uint8_t* const (&values)[P], GroupRows x, I32x16 (&sums)[P][R]) {
+template <int R>
+TL_INLINE void add_dots_q8(const uint8_t* values, GroupRows x, I32x16 (&sums)[R]) {
   const __m512i offset = _mm512_set1_epi8(-128);
   TL_UNROLL
   for (int quad = 0; quad < 8; quad++) {
-    __m512i weights[P];
-    TL_UNROLL
-    for (int p = 0; p < P; p++) {
-      weights[p] = _mm512_xor_si512(_mm512_loadu_si512(values[p] + quad * kQuadBytes), offset);
-    }
+    const __m512i stored = _mm512_loadu_si512(values + quad * kQuadBytes);
+    const __m512i weights = _mm512_xor_si512(stored, offset);
     TL_UNROLL
     for (int r = 0; r < R; r++) {
-      const __m512i x_quad = broadcast_quad(x.quad(r, quad));
-      TL_UNROLL
-      for (int p = 0; p < P; p++) {
-        sums[p][r].v = _mm512_dpbusd_epi32(sums[p][r].v, weights[p], x_quad);
-      }
+      sums[r].v = _mm512_dpbusd_epi32(sums[r].v, weights, broadcast_quad(x.quad(r, quad)));
     }
   }
 }
 
 #elif defined(TL_AVX2)
 
-constexpr int kRowsPerTile = 4, kFloatRowsPerTile = 6, kPanelsAtOnce = 1;
+constexpr int kRowsPerTile = 4, kFloatRowsPerTile = 6;
 constexpr bool kOffsetsInt8 = false;
 
 TL_INLINE __m256i broadcast_quad(const int8_t* p) {
@@ -102,9 +85,8 @@ TL_INLINE __m256i broadcast_quad(const int8_t* p) {
 TL_INLINE void pin(__m256i& sums) { asm volatile("" : "+x"(sums)); }
 
 // A lane sums pairs of columns in 16 bits: 16 products of 15 · 127 at most.
-template <int P, int R>
-TL_INLINE void add_dots_q4(const uint8_t* const (&values)[P], GroupRows x, I32x16 (&sums)[P][R]) {
-  static_assert(P == 1, "there are registers for one panel");
+template <int R>
+TL_INLINE void add_dots_q4(const uint8_t* values, GroupRows x, I32x16 (&sums)[R]) {
   const __m256i low_halves = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
   __m256i pairs[R][2];
   TL_UNROLL
@@ -112,7 +94,7 @@ TL_INLINE void add_dots_q4(const uint8_t* const (&values)[P], GroupRows x, I32x1
     TL_UNROLL
     for (int half = 0; half < 2; half++) {
       const auto* place =
-          reinterpret_cast<const __m256i*>(values[0] + part * kQuadBytes + half * 32);
+          reinterpret_cast<const __m256i*>(values + part * kQuadBytes + half * 32);
       const __m256i both = _mm256_loadu_si256(place);
       const __m256i even = _mm256_and_si256(both, low_halves);
       const __m256i odd = _mm256_and_si256(_mm256_srli_epi16(both, 4), low_halves);
@@ -131,29 +113,28 @@ TL_INLINE void add_dots_q4(const uint8_t* const (&values)[P], GroupRows x, I32x1
   }
   TL_UNROLL
   for (int r = 0; r < R; r++) {
-    sums[0][r].lo = _mm256_madd_epi16(pairs[r][0], ones);
-    sums[0][r].hi = _mm256_madd_epi16(pairs[r][1], ones);
+    sums[r].lo = _mm256_madd_epi16(pairs[r][0], ones);
+    sums[r].hi = _mm256_madd_epi16(pairs[r][1], ones);
   }
 }
 
 // |w| times x with the sign of w: 2 · 128 · 127 still fits into 16 bits.
-template <int P, int R>
-TL_INLINE void add_dots_q8(const uint8_t* const (&values)[P], GroupRows x, I32x16 (&sums)[P][R]) {
-  static_assert(P == 1, "there are registers for one panel");
+template <int R>
+TL_INLINE void add_dots_q8(const uint8_t* values, GroupRows x, I32x16 (&sums)[R]) {
   const __m256i ones = _mm256_set1_epi16(1);
   TL_UNROLL
   for (int quad = 0; quad < 8; quad++) {
     TL_UNROLL
     for (int half = 0; half < 2; half++) {
       const auto* place =
-          reinterpret_cast<const __m256i*>(values[0] + quad * kQuadBytes + half * 32);
+          reinterpret_cast<const __m256i*>(values + quad * kQuadBytes + half * 32);
       const __m256i weights = _mm256_loadu_si256(place);
       const __m256i magnitudes = _mm256_abs_epi8(weights);
       TL_UNROLL
       for (int r = 0; r < R; r++) {
         const __m256i x_quad = _mm256_sign_epi8(broadcast_quad(x.quad(r, quad)), weights);
         const __m256i four = _mm256_madd_epi16(_mm256_maddubs_epi16(magnitudes, x_quad), ones);
-        __m256i& sum = half == 0 ? sums[0][r].lo : sums[0][r].hi;
+        __m256i& sum = half == 0 ? sums[r].lo : sums[r].hi;
         sum = quad == 0 ? four : _mm256_add_epi32(sum, four);
         pin(sum);
       }
@@ -163,7 +144,7 @@ TL_INLINE void add_dots_q8(const uint8_t* const (&values)[P], GroupRows x, I32x1
 
 #elif defined(TL_NEON)
 
-constexpr int kRowsPerTile = 4, kFloatRowsPerTile = 4, kPanelsAtOnce = 1;
+constexpr int kRowsPerTile = 4, kFloatRowsPerTile = 4;
 constexpr bool kOffsetsInt8 = false;
 
 TL_INLINE int8x16_t broadcast_quad(const int8_t* p) {
@@ -173,9 +154,8 @@ TL_INLINE int8x16_t broadcast_quad(const int8_t* p) {
 }
 
 // Four lanes' quads at a time.
-template <int P, int R, class Load>
-TL_INLINE void add_dots(GroupRows x, I32x16 (&sums)[P][R], Load load_quads) {
-  static_assert(P == 1, "there are registers for one panel");
+template <int R, class Load>
+TL_INLINE void add_dots(GroupRows x, I32x16 (&sums)[R], Load load_quads) {
   TL_UNROLL
   for (int lanes = 0; lanes < 4; lanes++) {
     int32x4_t four[R];
@@ -192,23 +172,23 @@ TL_INLINE void add_dots(GroupRows x, I32x16 (&sums)[P][R], Load load_quads) {
       }
     }
     TL_UNROLL
-    for (int r = 0; r < R; r++) vst1q_s32(sums[0][r].v + lanes * 4, four[r]);
+    for (int r = 0; r < R; r++) vst1q_s32(sums[r].v + lanes * 4, four[r]);
   }
 }
 
-template <int P, int R>
-TL_INLINE void add_dots_q4(const uint8_t* const (&values)[P], GroupRows x, I32x16 (&sums)[P][R]) {
+template <int R>
+TL_INLINE void add_dots_q4(const uint8_t* values, GroupRows x, I32x16 (&sums)[R]) {
   add_dots(x, sums, [&](int part, int lanes, int8x16_t* even, int8x16_t* odd) {
-    const uint8x16_t both = vld1q_u8(values[0] + part * kQuadBytes + lanes * 16);
+    const uint8x16_t both = vld1q_u8(values + part * kQuadBytes + lanes * 16);
     *even = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15)));
     *odd = vreinterpretq_s8_u8(vshrq_n_u8(both, 4));
   });
 }
 
-template <int P, int R>
-TL_INLINE void add_dots_q8(const uint8_t* const (&values)[P], GroupRows x, I32x16 (&sums)[P][R]) {
+template <int R>
+TL_INLINE void add_dots_q8(const uint8_t* values, GroupRows x, I32x16 (&sums)[R]) {
   add_dots(x, sums, [&](int part, int lanes, int8x16_t* even, int8x16_t* odd) {
-    const uint8_t* place = values[0] + 2 * part * kQuadBytes + lanes * 16;
+    const uint8_t* place = values + 2 * part * kQuadBytes + lanes * 16;
     *even = vreinterpretq_s8_u8(vld1q_u8(place));
     *odd = vreinterpretq_s8_u8(vld1q_u8(place + kQuadBytes));
   });
@@ -216,13 +196,13 @@ TL_INLINE void add_dots_q8(const uint8_t* const (&values)[P], GroupRows x, I32x1
 
 #else
 
-constexpr int kRowsPerTile = 4, kFloatRowsPerTile = 2, kPanelsAtOnce = 1;
+constexpr int kRowsPerTile = 4, kFloatRowsPerTile = 2;
 constexpr bool kOffsetsInt8 = false;
 
 // Adds `num_quads` quads, whose products' sums fit into 16 bits.
 template <int num_quads, int R>
 TL_INLINE void add_quads(const int8_t* weights, GroupRows x, int first_quad,
-                         I32x16 (&sums)[1][R]) {
+                         I32x16 (&sums)[R]) {
   for (int r = 0; r < R; r++) {
     int16_t columns[kQuadBytes] = {};
     for (int quad = 0; quad < num_quads; quad++) {
@@ -237,17 +217,17 @@ TL_INLINE void add_quads(const int8_t* weights, GroupRows x, int first_quad,
     }
     for (int lane = 0; lane < kLanes; lane++) {
       const int16_t* four = columns + lane * 4;
-      sums[0][r].v[lane] += four[0] + four[1] + four[2] + four[3];
+      sums[r].v[lane] += four[0] + four[1] + four[2] + four[3];
     }
   }
 }
 
-template <int P, int R>
-TL_INLINE void add_dots_q4(const uint8_t* const (&values)[P], GroupRows x, I32x16 (&sums)[P][R]) {
-  int8_t quads[2 * kQ4GroupBytes];
+template <int R>
+TL_INLINE void add_dots_q4(const uint8_t* values, GroupRows x, I32x16 (&sums)[R]) {
+  int8_t quads[kPanelRows * kGroup];
   for (int part = 0; part < 4; part++) {
     for (int i = 0; i < kQuadBytes; i++) {
-      const uint8_t both = values[0][part * kQuadBytes + i];
+      const uint8_t both = values[part * kQuadBytes + i];
       quads[2 * part * kQuadBytes + i] = static_cast<int8_t>(both & 15);
       quads[(2 * part + 1) * kQuadBytes + i] = static_cast<int8_t>(both >> 4);
     }
@@ -255,10 +235,10 @@ TL_INLINE void add_dots_q4(const uint8_t* const (&values)[P], GroupRows x, I32x1
   add_quads<8>(quads, x, 0, sums);
 }
 
-template <int P, int R>
-TL_INLINE void add_dots_q8(const uint8_t* const (&values)[P], GroupRows x, I32x16 (&sums)[P][R]) {
+template <int R>
+TL_INLINE void add_dots_q8(const uint8_t* values, GroupRows x, I32x16 (&sums)[R]) {
   for (int quad = 0; quad < 8; quad += 2) {
-    const auto* weights = reinterpret_cast<const int8_t*>(values[0] + quad * kQuadBytes);
+    const auto* weights = reinterpret_cast<const int8_t*>(values + quad * kQuadBytes);
     add_quads<2>(weights, x, quad, sums);
   }
 }

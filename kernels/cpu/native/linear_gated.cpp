@@ -1,4 +1,4 @@
-// The op silu(in · gateᵀ) · (in · upᵀ): a gate panel and its up panel in one tile.
+// The op silu(in · gateᵀ) · (in · upᵀ): what a gate panel and its up panel give, while in registers.
 #include "linear_stage.h"
 #include "quantise.h"
 
@@ -19,7 +19,7 @@ class GatedStage : public LinearStage<Format> {
   size_t buffer_size() const override { return kBlockRows * kGroup; }
 
   void work(const Block& block, const Rows& x, float* buffer) const override {
-    for (int64_t group = block.first_tile; group < block.last_tile; group++) {
+    for (int64_t group = block.first_unit; group < block.last_unit; group++) {
       for (int half = 0; half < kGroup / kPanelRows; half++) {
         multiply_panel(group * (kGroup / kPanelRows) + half, block, x, buffer + half * kPanelRows);
       }
@@ -29,22 +29,20 @@ class GatedStage : public LinearStage<Format> {
     }
   }
 
-  // Gates of panel `panel` and what they gate, into 16 columns of the buffer.
-  void multiply_panel(int64_t panel, const Block& block, const Rows& x, float* buffer) const {
-    Panels<2> panels;
-    this->place_panel(panels, 0, panel);
-    this->place_panel(panels, 1, panel + this->weight().rows / 2 / kPanelRows);
-    panels.ahead = this->panel_bytes();
+  // Gates of panel `index` and what they gate, into 16 columns of the buffer.
+  void multiply_panel(int64_t index, const Block& block, const Rows& x, float* buffer) const {
+    const uint8_t* gate_panel = this->panel(index);
+    const uint8_t* up_panel = this->panel(index + this->weight().rows / 2 / kPanelRows);
     for_each_row_tile<Format::kTileRows>(
         0, block.last_row - block.first_row, [&](int64_t row, auto count) {
           constexpr int R = decltype(count)::value;
-          F32x16 products[2][R];
-          multiply<Format>(panels, x.from(row), products);
+          F32x16 gates[R], ups[R];
+          multiply<Format>(gate_panel, x.from(row), gates);
+          multiply<Format>(up_panel, x.from(row), ups);
           TL_UNROLL
           for (int r = 0; r < R; r++) {
-            store(buffer + (row + r) * kGroup, silu(products[0][r]) * products[1][r]);
+            store(buffer + (row + r) * kGroup, silu(gates[r]) * ups[r]);
           }
-          panels.ahead = 0;
         });
   }
 

@@ -11,11 +11,9 @@
 
 namespace tokenline {
 
-// Panels of one tile: two rows of weights for one read of the activations, where registers allow.
-constexpr int kTilePanels = 2;
 // Rows of a chunk: so many that reading the weights is nothing, so few that they stay in the cache.
 constexpr int64_t kBlockRows = 64;
-// A stage's weights are cut into at least so many chunks, as far as there are tiles; the last one
+// A stage's weights are cut into at least so many chunks, as far as there are units; the last one
 // to finish makes the other threads wait.
 constexpr int64_t kChunksOfWeights = 32;
 // Products in a chunk: about 30 µs. Few rows take as long as eight, since they wait for memory.
@@ -42,43 +40,44 @@ TL_INLINE void for_each_row_tile(int64_t first, int64_t last, const Body& body) 
   }
 }
 
-// Rows and tiles of outputs of one chunk.
+// Rows of one chunk, and the units of weights that it multiplies them by.
 struct Block {
   int64_t first_row, last_row;
-  int64_t first_tile, last_tile;
+  int64_t first_unit, last_unit;
 };
 
-// The product of a count of rows with a matrix, cut into blocks. Which kind of tile and what becomes
-// of the products is up to those that derive from it.
+// The product of a count of rows with a matrix, cut into blocks. What a unit of weights is, and what
+// becomes of the products, is up to those that derive from it.
 template <class Format>
 class LinearStage : public Stage {
  public:
   using Rows = typename Format::Rows;
 
-  LinearStage(int32_t count, const TlRows& in, const TlMatrix& weight, int64_t num_tiles,
-              int64_t panels_per_tile)
+  // The weights are num_units · panels_per_unit panels.
+  LinearStage(int32_t count, const TlRows& in, const TlMatrix& weight, int64_t num_units,
+              int64_t panels_per_unit)
       : count_(count),
         in_(in),
         weight_(weight),
-        layout_(panel_layout(weight.format, weight.columns)),
-        num_tiles_(num_tiles),
-        tile_products_(panels_per_tile * kPanelRows * weight.columns) {}
+        panel_bytes_(panel_bytes(weight.format, weight.columns)),
+        num_units_(num_units),
+        unit_products_(panels_per_unit * kPanelRows * weight.columns) {}
 
   int64_t num_chunks(const int64_t* counts) const override {
     const int64_t rows = counts[count_];
-    const int64_t tiles = tiles_per_chunk(rows);
-    return num_blocks(rows) * ((num_tiles_ + tiles - 1) / tiles);
+    const int64_t units = units_per_chunk(rows);
+    return num_blocks(rows) * ((num_units_ + units - 1) / units);
   }
 
   // Blocks of the same weights come one after the other.
   void run(int64_t chunk, const int64_t* counts, Scratch& scratch) const override {
     const int64_t rows = counts[count_];
-    const int64_t blocks = num_blocks(rows), tiles = tiles_per_chunk(rows);
+    const int64_t blocks = num_blocks(rows), units = units_per_chunk(rows);
     Block block;
     block.first_row = chunk % blocks * kBlockRows;
     block.last_row = std::min(block.first_row + kBlockRows, rows);
-    block.first_tile = chunk / blocks * tiles;
-    block.last_tile = std::min(block.first_tile + tiles, num_tiles_);
+    block.first_unit = chunk / blocks * units;
+    block.last_unit = std::min(block.first_unit + units, num_units_);
     const size_t offsets = Format::kOffsets ? offsets_size() : 0;
     auto* memory = scratch.get<float>(offsets + buffer_size());
     work(block, make_rows(block, memory), memory + offsets);
@@ -89,23 +88,18 @@ class LinearStage : public Stage {
   virtual void work(const Block& block, const Rows& x, float* buffer) const = 0;
   virtual size_t buffer_size() const { return 0; }
 
-  // Panel `index` as panel `p` of a tile.
-  template <int P>
-  TL_INLINE void place_panel(Panels<P>& panels, int p, int64_t index) const {
-    panels.scales[p] = static_cast<const uint8_t*>(weight_.data) + index * layout_.bytes();
-    panels.values[p] = panels.scales[p] + layout_.scales;
+  const uint8_t* panel(int64_t index) const {
+    return static_cast<const uint8_t*>(weight_.data) + index * panel_bytes_;
   }
-
   const TlMatrix& weight() const { return weight_; }
-  int64_t panel_bytes() const { return layout_.bytes(); }
 
  private:
   static int64_t num_blocks(int64_t rows) { return (rows + kBlockRows - 1) / kBlockRows; }
 
-  int64_t tiles_per_chunk(int64_t rows) const {
+  int64_t units_per_chunk(int64_t rows) const {
     const int64_t block_rows = std::clamp(rows, kRowsWorthTheMemory, kBlockRows);
-    const int64_t most = kChunkProducts / (block_rows * tile_products_);
-    return std::max<int64_t>(1, std::min(num_tiles_ / kChunksOfWeights, most));
+    const int64_t most = kChunkProducts / (block_rows * unit_products_);
+    return std::max<int64_t>(1, std::min(num_units_ / kChunksOfWeights, most));
   }
 
   size_t offsets_size() const {
@@ -152,9 +146,9 @@ class LinearStage : public Stage {
   int32_t count_;
   TlRows in_;
   TlMatrix weight_;
-  PanelLayout layout_;
-  int64_t num_tiles_;
-  int64_t tile_products_;
+  int64_t panel_bytes_;
+  int64_t num_units_;
+  int64_t unit_products_;
 };
 
 // Adds Kind<the format's panels>, made of `arguments`, to the program.

@@ -1,4 +1,4 @@
-// A tile of a linear layer: P panels' weights times R rows of activations, for every format.
+// A tile of a linear layer: a panel's weights times R rows of activations, for every format.
 //
 // An output is one chain of float operations, in the order of its columns' groups, whatever the
 // tile: so a row's result depends neither on the rows that come with it nor on the build.
@@ -12,15 +12,6 @@
 #include "simd.h"
 
 namespace tokenline {
-
-// Where a tile's weights lie. `ahead` is how many bytes further those of the next tile begin, which
-// are fetched on the way (0: nothing is).
-template <int P>
-struct Panels {
-  const uint8_t* scales[P];
-  const uint8_t* values[P];
-  int64_t ahead;
-};
 
 // Rows of quantised activations, from one on.
 struct QuantisedRows {
@@ -45,8 +36,13 @@ struct FloatRows {
   FloatRows from(int64_t row) const { return {values + row * stride, stride, columns}; }
 };
 
-TL_INLINE void prefetch_lines(const uint8_t* p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
+// Weights are fetched into the second-level cache before they are read: more loads can be under way
+// to it than to the first. How far ahead was found by trial, on an AMD Zen 4: with one row or two,
+// which wait for memory only, near enough for the machine's own prefetching to follow.
+template <int R>
+TL_INLINE void fetch_ahead(const uint8_t* weights, int64_t bytes) {
+  constexpr int64_t kDistance = R <= 2 ? 2560 : 8192;
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(weights + kDistance + i, 0, 2);
 }
 
 // ------------------------------------------------------------------------------------- quantised
@@ -54,7 +50,7 @@ TL_INLINE void prefetch_lines(const uint8_t* p, int64_t bytes) {
 struct Q4Panels {
   using Rows = QuantisedRows;
   static constexpr int kTileRows = kRowsPerTile;
-  static constexpr int64_t kScaleBytes = kPanelRows * 4, kValueBytes = kQ4GroupBytes;
+  static constexpr GroupLayout kLayout = group_layout(TL_Q4);
   static constexpr bool kHasMinima = true, kOffsets = false;
 
   TL_INLINE static F32x16 scale(const uint8_t* group) {
@@ -63,15 +59,14 @@ struct Q4Panels {
   TL_INLINE static F32x16 minimum(const uint8_t* group) {
     return load_f16(reinterpret_cast<const uint16_t*>(group) + kPanelRows);
   }
-  template <int P, int R>
-  TL_INLINE static void add_dots(const uint8_t* const (&values)[P], GroupRows x,
-                                 I32x16 (&sums)[P][R]) {
+  template <int R>
+  TL_INLINE static void add_dots(const uint8_t* values, GroupRows x, I32x16 (&sums)[R]) {
     add_dots_q4(values, x, sums);
   }
 };
 
 struct Q4WidePanels : Q4Panels {
-  static constexpr int64_t kScaleBytes = kPanelRows * 8;
+  static constexpr GroupLayout kLayout = group_layout(TL_Q4_WIDE);
 
   TL_INLINE static F32x16 scale(const uint8_t* group) {
     return load(reinterpret_cast<const float*>(group));
@@ -84,67 +79,40 @@ struct Q4WidePanels : Q4Panels {
 struct Q8Panels {
   using Rows = QuantisedRows;
   static constexpr int kTileRows = kRowsPerTile;
-  static constexpr int64_t kScaleBytes = kPanelRows * 2, kValueBytes = kQ8GroupBytes;
+  static constexpr GroupLayout kLayout = group_layout(TL_Q8);
   static constexpr bool kHasMinima = false, kOffsets = kOffsetsInt8;
 
   TL_INLINE static F32x16 scale(const uint8_t* group) {
     return load_f16(reinterpret_cast<const uint16_t*>(group));
   }
   TL_INLINE static F32x16 minimum(const uint8_t*) { return zero(); }
-  template <int P, int R>
-  TL_INLINE static void add_dots(const uint8_t* const (&values)[P], GroupRows x,
-                                 I32x16 (&sums)[P][R]) {
+  template <int R>
+  TL_INLINE static void add_dots(const uint8_t* values, GroupRows x, I32x16 (&sums)[R]) {
     add_dots_q8(values, x, sums);
   }
 };
 
-// Group `g` of panels [first, first + N) of the tile.
-template <class Format, int N, int P, int R>
-TL_INLINE void multiply_group(const Panels<P>& panels, int first, int64_t g,
-                              const QuantisedRows& x, F32x16 (&products)[P][R]) {
-  const uint8_t* values[N];
-  I32x16 sums[N][R];
+template <class Format, int R>
+TL_INLINE void multiply(const uint8_t* panel, const QuantisedRows& x, F32x16 (&products)[R]) {
   TL_UNROLL
-  for (int p = 0; p < N; p++) {
-    values[p] = panels.values[first + p] + g * Format::kValueBytes;
-    prefetch_lines(values[p] + panels.ahead, Format::kValueBytes);
-    TL_UNROLL
-    for (int r = 0; r < R; r++) {
-      sums[p][r] = broadcast_int(Format::kOffsets ? x.offsets[r * x.groups + g] : 0);
-    }
-  }
-  Format::add_dots(values, {x.quantised + g * kGroup, x.groups * kGroup}, sums);
-  TL_UNROLL
-  for (int p = 0; p < N; p++) {
-    const uint8_t* scales = panels.scales[first + p] + g * Format::kScaleBytes;
-    prefetch_lines(scales + panels.ahead, Format::kScaleBytes);
-    const F32x16 scale = Format::scale(scales), minimum = Format::minimum(scales);
-    TL_UNROLL
-    for (int r = 0; r < R; r++) {
-      F32x16& product = products[first + p][r];
-      const F32x16 both_scales = scale * broadcast(x.scales[r * x.groups + g]);
-      product = fma(to_float(sums[p][r]), both_scales, product);
-      if (Format::kHasMinima) {
-        product = fma(minimum, broadcast(x.sums[r * x.groups + g]), product);
-      }
-    }
-  }
-}
-
-template <class Format, int P, int R>
-TL_INLINE void multiply(const Panels<P>& panels, const QuantisedRows& x,
-                        F32x16 (&products)[P][R]) {
-  constexpr int kAtOnce = kPanelsAtOnce < P ? kPanelsAtOnce : P;
-  static_assert(P % kAtOnce == 0, "a tile is so many panels, several times");
-  TL_UNROLL
-  for (int p = 0; p < P; p++) {
-    TL_UNROLL
-    for (int r = 0; r < R; r++) products[p][r] = zero();
-  }
+  for (int r = 0; r < R; r++) products[r] = zero();
   for (int64_t g = 0; g < x.groups; g++) {
+    const uint8_t* group = panel + g * Format::kLayout.bytes();
+    fetch_ahead<R>(group, Format::kLayout.bytes());
+    I32x16 sums[R];
     TL_UNROLL
-    for (int p = 0; p < P; p += kAtOnce) {
-      multiply_group<Format, kAtOnce>(panels, p, g, x, products);
+    for (int r = 0; r < R; r++) {
+      sums[r] = broadcast_int(Format::kOffsets ? x.offsets[r * x.groups + g] : 0);
+    }
+    Format::add_dots(group + Format::kLayout.scales,
+                     {x.quantised + g * kGroup, x.groups * kGroup}, sums);
+    const F32x16 scale = Format::scale(group), minimum = Format::minimum(group);
+    TL_UNROLL
+    for (int r = 0; r < R; r++) {
+      const int64_t place = r * x.groups + g;
+      const F32x16 both_scales = scale * broadcast(x.scales[place]);
+      products[r] = fma(to_float(sums[r]), both_scales, products[r]);
+      if (Format::kHasMinima) products[r] = fma(minimum, broadcast(x.sums[place]), products[r]);
     }
   }
 }
@@ -178,36 +146,17 @@ struct Bf16Panels : FloatPanels {
   }
 };
 
-template <class Format, int P, int R>
-TL_INLINE void multiply(const Panels<P>& panels, const FloatRows& x, F32x16 (&products)[P][R]) {
-  constexpr int kAtOnce = kPanelsAtOnce < P ? kPanelsAtOnce : P;
+template <class Format, int R>
+TL_INLINE void multiply(const uint8_t* panel, const FloatRows& x, F32x16 (&products)[R]) {
   TL_UNROLL
-  for (int first = 0; first < P; first += kAtOnce) {
-    F32x16 sums[kAtOnce][R];
+  for (int r = 0; r < R; r++) products[r] = zero();
+  for (int64_t i = 0; i < x.columns; i++) {
+    const uint8_t* column = panel + i * Format::kColumnBytes;
+    fetch_ahead<R>(column, Format::kColumnBytes);
+    const F32x16 weights = Format::weights(column);
     TL_UNROLL
-    for (int p = 0; p < kAtOnce; p++) {
-      TL_UNROLL
-      for (int r = 0; r < R; r++) sums[p][r] = zero();
-    }
-    for (int64_t i = 0; i < x.columns; i++) {
-      F32x16 weights[kAtOnce];
-      TL_UNROLL
-      for (int p = 0; p < kAtOnce; p++) {
-        const uint8_t* column = panels.values[first + p] + i * Format::kColumnBytes;
-        __builtin_prefetch(column + panels.ahead);
-        weights[p] = Format::weights(column);
-      }
-      TL_UNROLL
-      for (int r = 0; r < R; r++) {
-        const F32x16 value = broadcast(x.values[r * x.stride + i]);
-        TL_UNROLL
-        for (int p = 0; p < kAtOnce; p++) sums[p][r] = fma(weights[p], value, sums[p][r]);
-      }
-    }
-    TL_UNROLL
-    for (int p = 0; p < kAtOnce; p++) {
-      TL_UNROLL
-      for (int r = 0; r < R; r++) products[first + p][r] = sums[p][r];
+    for (int r = 0; r < R; r++) {
+      products[r] = fma(weights, broadcast(x.values[r * x.stride + i]), products[r]);
     }
   }
 }

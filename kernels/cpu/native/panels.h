@@ -1,12 +1,12 @@
 // Packed weights: panels of 16 rows, a row per lane, and how to read them back.
 //
-// Columns are padded to groups of 32 and rows to 16, both with zeros. A quantised panel holds its
-// groups' scales first and then their values, each part starting at a multiple of 64 bytes:
+// Columns are padded to groups of 32 and rows to 16, both with zeros. A panel lies in memory as it is
+// read, group by group, and the next panel after it, so that the machine foresees what comes next:
 //
-//   TL_Q4       G × (16 float16 scales, 16 float16 minima), G × 256 bytes of values
-//   TL_Q4_WIDE  G × (16 float32 scales, 16 float32 minima), G × 256 bytes of values
-//   TL_Q8       G × 16 float16 scales, G × 512 bytes of values
-//   floats      for each of the G · 32 columns the 16 rows' values
+//   TL_Q4       16 float16 scales, 16 float16 minima, 256 bytes of values
+//   TL_Q4_WIDE  16 float32 scales, 16 float32 minima, 256 bytes of values
+//   TL_Q8       16 float16 scales, 512 bytes of values
+//   floats      for each of the 32 columns the 16 rows' values
 //
 // A group's int8 values lie as 8 quads of columns (0–3, 4–7 …), each 16 rows × 4 bytes, so that one
 // instruction multiplies four columns of 16 rows. The 4-bit ones lie as 4 such parts: the low
@@ -22,21 +22,36 @@ namespace tokenline {
 
 constexpr int64_t kPanelRows = 16;
 constexpr int64_t kQuadBytes = kPanelRows * 4;
-constexpr int64_t kQ4GroupBytes = kPanelRows * kGroup / 2;
-constexpr int64_t kQ8GroupBytes = kPanelRows * kGroup;
 
 TL_INLINE int64_t num_panels(int64_t rows) { return (rows + kPanelRows - 1) / kPanelRows; }
 
-// The sizes of a panel's two parts, in bytes.
-struct PanelLayout {
+// A group of a panel: the bytes of its scales and minima, which come first, and of its values.
+struct GroupLayout {
   int64_t scales;
   int64_t values;
 
-  int64_t bytes() const { return scales + values; }
+  constexpr int64_t bytes() const { return scales + values; }
 };
 
 // Of a format of api.h.
-PanelLayout panel_layout(int32_t format, int64_t columns);
+constexpr GroupLayout group_layout(int32_t format) {
+  switch (format) {
+    case TL_Q4:
+      return {kPanelRows * 4, kPanelRows * kGroup / 2};
+    case TL_Q4_WIDE:
+      return {kPanelRows * 8, kPanelRows * kGroup / 2};
+    case TL_Q8:
+      return {kPanelRows * 2, kPanelRows * kGroup};
+    case TL_F32:
+      return {0, kPanelRows * kGroup * 4};
+    default:
+      return {0, kPanelRows * kGroup * 2};
+  }
+}
+
+TL_INLINE int64_t panel_bytes(int32_t format, int64_t columns) {
+  return num_groups(columns) * group_layout(format).bytes();
+}
 
 // Row `row` of the matrix, dequantised, float32 [columns].
 void unpack_row(const TlMatrix& matrix, int64_t row, float* out);

@@ -26,20 +26,20 @@ TL_INLINE void write(uint8_t* p, T value) {
   std::memcpy(p, &value, sizeof value);
 }
 
-// One row of a panel: its lane's place in both parts.
+// One row of a panel, and where its part of each group lies.
 struct Lane {
-  uint8_t* scales;
-  uint8_t* values;
+  uint8_t* panel;
+  GroupLayout layout;
   int64_t lane;
 
-  // Float16 or float32 number `index` of group `g`, of `per_group` that each lane has.
+  // Number `index` of those that each lane of a group has in front of its values.
   template <class T>
-  void put_scale(int64_t g, int64_t per_group, int64_t index, T value) const {
-    const int64_t place = (g * per_group + index) * kPanelRows + lane;
-    write(scales + place * static_cast<int64_t>(sizeof(T)), value);
+  void put_scale(int64_t g, int64_t index, T value) const {
+    const int64_t place = (index * kPanelRows + lane) * static_cast<int64_t>(sizeof(T));
+    write(panel + g * layout.bytes() + place, value);
   }
-  uint8_t* quads(int64_t g, int64_t group_bytes) const {
-    return values + g * group_bytes + lane * 4;
+  uint8_t* quads(int64_t g) const {
+    return panel + g * layout.bytes() + layout.scales + lane * 4;
   }
 };
 
@@ -62,18 +62,18 @@ bool pack_q4_0(const uint8_t* block, int64_t groups, const Lane& lane) {
     const uint16_t scale = read<uint16_t>(block);
     const float minimum = -8.0f * f16_to_f32(scale);
     fits = fits && !(std::fabs(minimum) > kLargestF16);
-    lane.put_scale(g, 2, 0, scale);
-    lane.put_scale(g, 2, 1, f32_to_f16(minimum));
-    put_halves(block + 2, lane.quads(g, kQ4GroupBytes));
+    lane.put_scale(g, 0, scale);
+    lane.put_scale(g, 1, f32_to_f16(minimum));
+    put_halves(block + 2, lane.quads(g));
   }
   return fits;
 }
 
 void pack_q4_1(const uint8_t* block, int64_t groups, const Lane& lane) {
   for (int64_t g = 0; g < groups; g++, block += 20) {
-    lane.put_scale(g, 2, 0, read<uint16_t>(block));
-    lane.put_scale(g, 2, 1, read<uint16_t>(block + 2));
-    put_halves(block + 4, lane.quads(g, kQ4GroupBytes));
+    lane.put_scale(g, 0, read<uint16_t>(block));
+    lane.put_scale(g, 1, read<uint16_t>(block + 2));
+    put_halves(block + 4, lane.quads(g));
   }
 }
 
@@ -86,8 +86,8 @@ void pack_q4_k(const uint8_t* block, int64_t groups, const Lane& lane) {
     for (int j = 0; j < 8; j++) {
       const int scale_bits = j < 4 ? six[j] & 63 : (six[j + 4] & 15) | (six[j - 4] >> 6 << 4);
       const int minimum_bits = j < 4 ? six[j + 4] & 63 : (six[j + 4] >> 4) | (six[j] >> 6 << 4);
-      lane.put_scale(first + j, 2, 0, scale * static_cast<float>(scale_bits));
-      lane.put_scale(first + j, 2, 1, -(minimum * static_cast<float>(minimum_bits)));
+      lane.put_scale(first + j, 0, scale * static_cast<float>(scale_bits));
+      lane.put_scale(first + j, 1, -(minimum * static_cast<float>(minimum_bits)));
     }
     // 32 bytes hold two groups, the low halves the first of them.
     const uint8_t* bytes = block + 16;
@@ -95,9 +95,9 @@ void pack_q4_k(const uint8_t* block, int64_t groups, const Lane& lane) {
       for (int j = 0; j < 4; j++) {
         const uint32_t even = read<uint32_t>(bytes + 8 * j);
         const uint32_t odd = read<uint32_t>(bytes + 8 * j + 4);
-        write(lane.quads(g, kQ4GroupBytes) + j * kQuadBytes,
+        write(lane.quads(g) + j * kQuadBytes,
               (even & kLowHalves) | (odd & kLowHalves) << 4);
-        write(lane.quads(g + 1, kQ4GroupBytes) + j * kQuadBytes,
+        write(lane.quads(g + 1) + j * kQuadBytes,
               (even >> 4 & kLowHalves) | (odd & ~kLowHalves));
       }
     }
@@ -112,8 +112,8 @@ TL_INLINE void put_bytes(const void* bytes, uint8_t* quads) {
 
 void pack_q8_0(const uint8_t* block, int64_t groups, const Lane& lane) {
   for (int64_t g = 0; g < groups; g++, block += 34) {
-    lane.put_scale(g, 1, 0, read<uint16_t>(block));
-    put_bytes(block + 2, lane.quads(g, kQ8GroupBytes));
+    lane.put_scale(g, 0, read<uint16_t>(block));
+    put_bytes(block + 2, lane.quads(g));
   }
 }
 
@@ -141,7 +141,7 @@ void pack_int8(const float* x, int64_t groups, const Lane& lane) {
     std::memcpy(&most, &bits, 4);
     const bool is_finite = bits < 0x7f800000;
     const uint16_t half = is_finite ? f32_to_f16(std::min(most / 127.0f, kLargestF16)) : kNanF16;
-    lane.put_scale(g, 1, 0, half);
+    lane.put_scale(g, 0, half);
     const float scale = f16_to_f32(half);
     int8_t quantised[kGroup] = {};
     if (scale > 0.0f) {
@@ -151,13 +151,13 @@ void pack_int8(const float* x, int64_t groups, const Lane& lane) {
       store_i8(quantised, round_to_int(low));
       store_i8(quantised + kLanes, round_to_int(high));
     }
-    put_bytes(quantised, lane.quads(g, kQ8GroupBytes));
+    put_bytes(quantised, lane.quads(g));
   }
 }
 
 void pack_floats(int32_t format, const float* x, int64_t columns, const Lane& lane) {
-  auto* wide = reinterpret_cast<float*>(lane.values) + lane.lane;
-  auto* halves = reinterpret_cast<uint16_t*>(lane.values) + lane.lane;
+  auto* wide = reinterpret_cast<float*>(lane.panel) + lane.lane;
+  auto* halves = reinterpret_cast<uint16_t*>(lane.panel) + lane.lane;
   for (int64_t i = 0; i < columns; i++) {
     if (format == TL_F32) {
       wide[i * kPanelRows] = x[i];
@@ -226,17 +226,16 @@ int32_t tl_pack(int32_t format, int32_t source_kind, const void* source, int64_t
                 int64_t columns, void* data) {
   if (!goes_into(source_kind, format, columns)) return -1;
   if (first_row % kPanelRows != 0 || first_row + num_rows > rows) return -1;
-  const PanelLayout layout = panel_layout(format, columns);
+  const int64_t bytes = panel_bytes(format, columns);
   std::vector<float> buffer(static_cast<size_t>(num_groups(columns) * kGroup));
   for (int64_t i = 0; i < num_rows; i++) {
     const int64_t lane = i % kPanelRows;
-    uint8_t* panel =
-        static_cast<uint8_t*>(data) + (first_row + i) / kPanelRows * layout.bytes();
-    if (lane == 0) std::memset(panel, 0, static_cast<size_t>(layout.bytes()));
+    uint8_t* panel = static_cast<uint8_t*>(data) + (first_row + i) / kPanelRows * bytes;
+    if (lane == 0) std::memset(panel, 0, static_cast<size_t>(bytes));
     const uint8_t* row =
         static_cast<const uint8_t*>(source) + (order ? order[i] : i) * source_stride;
     const bool fits = pack_row(format, source_kind, row, columns, buffer,
-                               {panel, panel + layout.scales, lane});
+                               {panel, group_layout(format), lane});
     if (!fits) return -1;
   }
   return 0;
