@@ -118,7 +118,9 @@ def reference(reader: gguf.GGUFReader) -> LlamaForCausalLM:
 def test_greedy_ids_of_20_prompts_equal_transformers(
     default_model_path: Path, prompts: list[list[int]], reference: LlamaForCausalLM
 ) -> None:
-    config = ExecutorConfig(len(prompts), 2048, 512, kv_memory_bytes=128 << 20, num_threads=2)
+    config = ExecutorConfig(
+        len(prompts), 2048, 512, kv_memory_bytes=128 << 20, num_threads=2, dtype="float32"
+    )
     executor = Executor.load(default_model_path, config, report=lambda line: None)
     greedy = SamplingParameters(max_tokens=NUM_TOKENS, temperature=0.0)
     requests = {row: (prompt, greedy) for row, prompt in enumerate(prompts)}
