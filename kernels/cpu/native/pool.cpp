@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <exception>
 
@@ -18,10 +19,27 @@ constexpr uint64_t kDone = 1;
 constexpr uint64_t kClaimed = uint64_t{1} << 32;
 
 // A claimed chunk takes microseconds, unless its thread has lost its core.
-constexpr double kSecondsBeforeYield = 50e-6;
+constexpr double kSecondsOfChunk = 50e-6;
 // How long a helper looks out for the next job before it sleeps: the other processes of a small
 // machine need its core between steps.
 constexpr double kSecondsBeforeSleep = 50e-6;
+
+// For what another thread does that has lost its core. Perhaps it waits for this one; else this one
+// falls idle, upon which the system looks for something to run here: a busy wait would leave that
+// thread where it is. Measured beside five light processes: 10 % more steps than yielding alone,
+// and beside one that never pauses 15 % more than sleeping alone.
+template <class Condition>
+void wait_for_core(Condition is_over) {
+  constexpr int kYields = 2;
+  for (;;) {
+    for (int i = 0; i < kYields; i++) {
+      if (is_over()) return;
+      std::this_thread::yield();
+    }
+    if (is_over()) return;
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+}
 
 // Signals are for the threads that were there before: a helper would take them away from Python's
 // main thread. Those that a fault of its own raises stay, so that crashes are told.
@@ -115,9 +133,7 @@ void Job::work(int stage, Scratch& scratch) {
   const auto is_over = [&] {
     return progress.load(std::memory_order_acquire) % kClaimed >= num_chunks;
   };
-  if (!spin(kSecondsBeforeYield, is_over)) {
-    while (!is_over()) std::this_thread::yield();
-  }
+  if (!spin(kSecondsOfChunk, is_over)) wait_for_core(is_over);
 }
 
 Pool::Pool(int num_threads) : process_(getpid()) {
