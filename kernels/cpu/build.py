@@ -118,7 +118,8 @@ def build(
     sources = sorted(SOURCES.glob("*.cpp"), key=lambda source: -source.stat().st_size)
     # Sanitizers need the runtime that is shared.
     runtime = () if extra_flags else _OWN_RUNTIME
-    with _locked(directory):
+    directory.mkdir(parents=True, exist_ok=True)
+    with _locked(objects):
         _in_parallel(
             partial(
                 _compile,
