@@ -28,14 +28,13 @@ from engine_svc.compute.model.weights import (
 from engine_svc.compute.model_runner import ModelRunner, make_runner
 from engine_svc.compute.persistent_batch import PersistentBatch
 from engine_svc.compute.prompt_scoring import MAX_ROWS_AT_ONCE, score_prompts
-from engine_svc.compute.sampler import SampledBatch, Sampler
+from engine_svc.compute.sampler import Sampler
 from engine_svc.compute.verification import keep_accepted
 from engine_svc.planning.step import (
     PromptLogprobs,
     RowStart,
     RowStep,
     SampledToken,
-    SamplingError,
     SamplingParameters,
     StepPlan,
     StepResult,
@@ -117,8 +116,8 @@ class Executor:
                 model_config.vocab_size,
                 config.max_num_batched_tokens,
             )
-            decoder = Decoder(kernels, model_config, weights, table)
-            runner = make_runner(kernels, decoder, kv, batch.staged, _max_rows(config))
+        decoder = Decoder(kernels, model_config, weights, table)
+        runner = make_runner(kernels, decoder, kv, batch.staged, _max_rows(config))
         executor = cls(runner, Sampler(kernels), batch, num_blocks, num_threads)
         kv_bytes = num_blocks * kv_block_bytes(kernels, model_config, config.block_size)
         report(
@@ -151,11 +150,16 @@ class Executor:
         """Tells `profile` the laps of each step from now on, and the ops they consist of."""
         self._profile = profile
         self._runner.profile_ops()
-        profile.take_parts = self._runner.take_op_seconds
+        profile.take_parts = lambda: {"model": self._runner.take_op_seconds()}
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Computes a step. After an exception the plan's rows hold nothing of use."""
+        if self._runner.uses_torch:
+            with torch.inference_mode():
+                return self._execute(plan)
+        return self._execute(plan)
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         layout = self._batch.apply(plan)
         if self._grammars is not None:
             for start in plan.starts:
@@ -163,13 +167,13 @@ class Executor:
         if not plan.steps:
             return StepResult()
         self._profile.lap("stage")
-        self._runner.forward(layout.counts)
-        self._profile.lap("layers")
+        self._runner.forward(layout.counts, layout.samples_after_all)
+        self._profile.lap("model")
         of_prompts: tuple[PromptLogprobs, ...] = ()
         if layout.prompt_targets is not None:
             of_prompts = score_prompts(self._runner, self._sampler, layout.prompt_targets)
             self._profile.lap("score prompts")
-        sampled: tuple[SampledToken, ...] = ()
+        sampled: list[SampledToken] = []
         for begin in range(0, len(layout.sample_places), self._runner.max_rows):
             part = slice(begin, begin + self._runner.max_rows)
             sampled += self._sample(
@@ -177,26 +181,32 @@ class Executor:
                 layout.sampled_rows[part],
                 layout.sampled_positions[part],
             )
-        return StepResult(keep_accepted(plan.steps, sampled), of_prompts)
+        tokens = keep_accepted(plan.steps, sampled) if layout.has_drafts else tuple(sampled)
+        self._profile.lap("sample")
+        return StepResult(tokens, of_prompts)
 
     def _sample(
         self, places: np.ndarray, rows: np.ndarray, positions: np.ndarray
-    ) -> tuple[SampledToken, ...]:
+    ) -> Sequence[SampledToken]:
         """One token each for `rows`, at `positions`, after kept tokens `places`; all int64 [s]."""
         logits = self._runner.logits(places)
-        self._profile.lap("head")
+        self._profile.lap("model")
         sampling = self._batch.sampling_inputs(rows, positions)
         mask = None if self._grammars is None else self._grammars.mask(rows.tolist())
         if mask is not None:
             sampling = replace(sampling, masks=(mask, *sampling.masks))
         sampled = self._sampler.sample(logits, sampling)
-        self._batch.append(rows, positions, sampled.token_ids.numpy())
+        token_ids = sampled.token_ids.tolist()
+        self._batch.append(rows, positions, token_ids)
         errors, completed = list(sampled.errors), [False] * len(rows)
         if self._grammars is not None and mask is not None:
-            completed = self._grammars.accept(rows.tolist(), sampled.token_ids.tolist(), errors)
-        tokens = _sampled_tokens(rows, sampled, errors, completed)
-        self._profile.lap("sample")
-        return tokens
+            completed = self._grammars.accept(rows.tolist(), token_ids, errors)
+        return [
+            SampledToken(row, token_id, None if error else logprobs, error, completes)
+            for row, token_id, logprobs, error, completes in zip(
+                rows.tolist(), token_ids, sampled.logprobs, errors, completed, strict=True
+            )
+        ]
 
     def _warm_up(self) -> None:
         """One token through all the code, so that the first request does not pay for first calls.
@@ -205,25 +215,6 @@ class Executor:
         """
         start = RowStart(0, [0], 1, SamplingParameters(max_tokens=1), [])
         self.execute(StepPlan([start], [RowStep(0, 0, 1, [0], samples=True)]))
-
-
-def _sampled_tokens(
-    rows: np.ndarray,
-    sampled: SampledBatch,
-    errors: Sequence[SamplingError | None],
-    completed: Sequence[bool],
-) -> tuple[SampledToken, ...]:
-    return tuple(
-        SampledToken(row, token_id, None if error else logprobs, error, completes)
-        for row, token_id, logprobs, error, completes in zip(
-            rows.tolist(),
-            sampled.token_ids.tolist(),
-            sampled.logprobs,
-            errors,
-            completed,
-            strict=True,
-        )
-    )
 
 
 def _select_kernels(config: ExecutorConfig, num_threads: int) -> Kernels:

@@ -5,7 +5,7 @@ the arrays at once, however many tokens it has.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +37,13 @@ class StepLayout:
     sampled_positions: np.ndarray  # int64 [s]: where each token will lie
     sample_places: np.ndarray  # int64 [s] of the K kept tokens: the one before each
     prompt_targets: PromptTargets | None = None  # None when nobody asks
+    has_drafts: bool = False
+
+    @property
+    def samples_after_all(self) -> bool:
+        """Whether every kept token is one that is sampled after, and nothing else is asked."""
+        num_sampled = len(self.sample_places)
+        return num_sampled == self.counts.num_kept_tokens > 0 and self.prompt_targets is None
 
 
 class PersistentBatch:
@@ -55,20 +62,26 @@ class PersistentBatch:
     ) -> None:
         self.vocab_size = vocab_size
         self._block_size = block_size
+        self._max_model_len = max_model_len
         max_blocks = -(-max_model_len // block_size)
         # zeros() takes memory only where it is written, so long contexts cost nothing unused.
-        self._token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
+        # A token more than a sequence has: what is sampled after the longest.
+        self._token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self._block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
         self._num_blocks = np.zeros(max_num_seqs, np.int64)
         self._prompt_lens = np.zeros(max_num_seqs, np.int64)
         self._num_top_prompt_logprobs = np.zeros(max_num_seqs, np.int64)
         self._sampling = SamplingRows(self._token_ids, self._prompt_lens, vocab_size)
         self._counting = np.arange(max_num_tokens + 1)
+        # The rows of the last step, if that was of one token each: most of what is staged then
+        # stays as it is.
+        self._decoded_rows: tuple[int, ...] = ()
+        self._decoded = np.empty(0, np.int64)
         self.staged = StagedInputs(max_num_tokens, self._block_table)
 
     @property
     def max_model_len(self) -> int:
-        return int(self._token_ids.shape[1])
+        return self._max_model_len
 
     @property
     def block_size(self) -> int:
@@ -85,17 +98,15 @@ class PersistentBatch:
                 self._append_drafts(step)
         return self._gather(plan.steps)
 
-    def append(self, rows: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> None:
+    def append(
+        self, rows: np.ndarray, positions: np.ndarray, token_ids: Sequence[int] | np.ndarray
+    ) -> None:
         """Writes a sampled token at its position in each of `rows`; all int64 [s].
 
         Of a row with drafts those behind the accepted ones are overwritten before they are read.
-        The token at the end of the longest sequence has no place, and needs none.
+        The token at the end of the longest sequence goes to a place that nobody reads.
         """
-        if positions.max(initial=0) < self.max_model_len:
-            self._token_ids[rows, positions] = token_ids
-        else:
-            fits = positions < self.max_model_len
-            self._token_ids[rows[fits], positions[fits]] = token_ids[fits]
+        self._token_ids[rows, positions] = token_ids
 
     def sampling_inputs(self, rows: np.ndarray, seq_lens: np.ndarray) -> SamplingInputs:
         """What the sampler must know of `rows`, which hold `seq_lens` tokens; both int64 [s]."""
@@ -120,38 +131,40 @@ class PersistentBatch:
         self._num_blocks[row] += len(block_ids)
 
     def _gather(self, steps: Sequence[RowStep]) -> StepLayout:
-        table = np.array(
-            [
-                (row, computed, count, samples + len(drafts), of)
-                for row, computed, count, _, samples, of, drafts in steps
-            ],
-            np.int64,
-        ).reshape(-1, 5)
-        rows, num_computed, num_scheduled, num_sampled, asks = np.ascontiguousarray(table.T)
-        num_sequences, num_tokens = len(rows), int(num_scheduled.sum())
-        self.staged.rows[:num_sequences] = rows
-        self.staged.seq_lens[rows] = num_computed + num_scheduled
-        if num_tokens == num_sequences == int(num_sampled.sum()) and not asks.any():
-            return self._gather_decodes(rows, num_computed)
-        self._gather_tokens(rows, num_computed, num_scheduled)
-        return self._gather_kept(rows, num_computed, num_scheduled, num_sampled, asks)
+        if not steps:
+            nothing = self._counting[:0]
+            return StepLayout(StepCounts(0, 0, 0, 0), nothing, nothing, nothing)
+        rows, num_computed, num_scheduled, _, samples, asks, drafts = zip(*steps, strict=True)
+        if sum(num_scheduled) == len(rows) == sum(samples) and not any(asks):
+            return self._gather_decodes(rows, np.array(num_computed))
+        self._decoded_rows = ()
+        num_sampled = [drawn + len(draft) for drawn, draft in zip(samples, drafts, strict=True)]
+        table = np.array([rows, num_computed, num_scheduled, num_sampled, asks], np.int64)
+        self._gather_tokens(*table[:3])
+        return replace(self._gather_kept(*table), has_drafts=any(drafts))
 
-    def _gather_decodes(self, rows: np.ndarray, positions: np.ndarray) -> StepLayout:
+    def _gather_decodes(self, rows: tuple[int, ...], positions: np.ndarray) -> StepLayout:
         """As the two that follow, where each sequence has one token, and samples after it."""
         staged, size = self.staged, len(rows)
-        counting = self._counting[: size + 1]
-        self._stage_tokens(rows, positions)
-        staged.cu_seqlens[: size + 1] = counting
-        staged.kept_cu_seqlens[: size + 1] = counting
-        staged.kept_indices[:size] = counting[:-1]
+        if rows != self._decoded_rows:
+            self._decoded_rows, self._decoded = rows, np.array(rows)
+            staged.rows[:size] = staged.kept_rows[:size] = rows
+            staged.cu_seqlens[: size + 1] = self._counting[: size + 1]
+            staged.kept_cu_seqlens[: size + 1] = self._counting[: size + 1]
+            staged.kept_indices[:size] = self._counting[:size]
+        seq_lens = positions + 1
+        staged.seq_lens[self._decoded] = seq_lens
         staged.kept_positions[:size] = positions
-        staged.kept_rows[:size] = rows
-        return StepLayout(StepCounts(size, size, size, size), rows, positions + 1, counting[:-1])
+        self._stage_tokens(self._decoded, positions)
+        counts = StepCounts(size, size, size, size)
+        return StepLayout(counts, self._decoded, seq_lens, self._counting[:size])
 
     def _gather_tokens(
         self, rows: np.ndarray, num_computed: np.ndarray, num_scheduled: np.ndarray
     ) -> None:
         staged = self.staged
+        staged.rows[: len(rows)] = rows
+        staged.seq_lens[rows] = num_computed + num_scheduled
         staged.cu_seqlens[0] = 0
         staged.cu_seqlens[1 : len(rows) + 1] = np.cumsum(num_scheduled)
         self._stage_tokens(np.repeat(rows, num_scheduled), _ranges(num_computed, num_scheduled))

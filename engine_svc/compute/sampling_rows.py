@@ -3,7 +3,7 @@
 A step pays for an option only when one of its rows asks for it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntFlag
 from typing import NamedTuple
 
@@ -86,9 +86,14 @@ class SamplingRows:
         # zeros() takes memory only where it is written.
         self._allowed = np.zeros((num_rows, -(-vocab_size // _BITS_PER_WORD)), np.int32)
         self._biases = TokenBiasRows(token_ids, prompt_lens, vocab_size)
+        # Of the last step, for the next one with the same rows.
+        self._gathered_rows = b""
+        self._positions = np.zeros(num_rows, np.int64)
+        self._gathered = self._gather_filters(np.empty(0, np.int64))
 
     def start(self, row: int, sampling: SamplingParameters) -> None:
         """Takes over a row's parameters; its tokens and prompt length are in the arrays already."""
+        self._gathered_rows = b""
         self._filters[:, row] = sampling.temperature, sampling.min_p, sampling.top_p
         self._top_k[row] = sampling.top_k
         self._seeds[row] = sampling.seed
@@ -112,17 +117,20 @@ class SamplingRows:
         self._options[row] = options
 
     def gather(self, rows: np.ndarray, seq_lens: np.ndarray) -> SamplingInputs:
-        """The inputs of `rows`, which hold `seq_lens` tokens; both int64 [s]."""
+        """The inputs of `rows`, which hold `seq_lens` tokens; both int64 [s].
+
+        Their tensors may change with the next call.
+        """
+        key = rows.tobytes()
+        if key != self._gathered_rows:
+            self._gathered_rows, self._gathered = key, self._gather_filters(rows)
+        self._positions[: len(rows)] = seq_lens
         options = self._options[rows]
         asked = int(np.bitwise_or.reduce(options))
-        temperature, min_p, top_p = torch.from_numpy(self._filters[:, rows])
-        return SamplingInputs(
-            temperature=temperature,
-            min_p=min_p,
-            top_p=top_p,
-            top_k=torch.from_numpy(self._top_k[rows]),
-            seeds=torch.from_numpy(self._seeds[rows]),
-            positions=torch.from_numpy(seq_lens),
+        if not asked:
+            return self._gathered
+        return replace(
+            self._gathered,
             masks=(self._mask(rows, options),) if asked & _Option.MASK else (),
             biases=self._biases.select(rows, seq_lens) if asked & _Option.BIASES else None,
             penalties=(
@@ -131,6 +139,20 @@ class SamplingRows:
                 else None
             ),
             logprobs=self._wanted_logprobs(rows, options) if asked & _Option.LOGPROBS else None,
+        )
+
+    def _gather_filters(self, rows: np.ndarray) -> SamplingInputs:
+        """What stays as it is while the same rows go on, with `_positions` for positions."""
+        if len(rows) > len(self._positions):
+            self._positions = np.zeros(len(rows), np.int64)
+        temperature, min_p, top_p = torch.from_numpy(self._filters[:, rows])
+        return SamplingInputs(
+            temperature=temperature,
+            min_p=min_p,
+            top_p=top_p,
+            top_k=torch.from_numpy(self._top_k[rows]),
+            seeds=torch.from_numpy(self._seeds[rows]),
+            positions=torch.from_numpy(self._positions[: len(rows)]),
         )
 
     def _mask(self, rows: np.ndarray, options: np.ndarray) -> TokenMask:

@@ -79,7 +79,7 @@ class SequenceLogits:
         for size in chunks:
             step = RowStep(0, num_computed, size, [], samples=True)
             layout = self._batch.apply(StepPlan(starts, [step]))
-            self._runner.forward(layout.counts)
+            self._runner.forward(layout.counts, layout.samples_after_all)
             logits.append(self._runner.logits(layout.sample_places)[0].clone())
             starts, num_computed = [], num_computed + size
         return torch.stack(logits)

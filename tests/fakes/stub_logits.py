@@ -21,13 +21,14 @@ class StubRunner:
     """Stands in for a model: the logits after a token are a function of that token alone."""
 
     max_rows = 64
+    uses_torch = True
 
     def __init__(self, logits_after: Callable[[Tensor], Tensor], staged: StagedInputs) -> None:
         self._logits_after = logits_after
         self._staged = staged
         self._kept = torch.empty(0)
 
-    def forward(self, counts: StepCounts) -> None:
+    def forward(self, counts: StepCounts, wants_all: bool) -> None:
         inputs = self._staged.of_step(counts)
         self._kept = inputs.token_ids[inputs.kept_indices]
 
@@ -37,7 +38,7 @@ class StubRunner:
     def profile_ops(self) -> None:
         """There are none."""
 
-    def take_op_seconds(self) -> Mapping[str, Mapping[str, float]]:
+    def take_op_seconds(self) -> Mapping[str, float]:
         return {}
 
 
