@@ -90,6 +90,8 @@ class SamplingRows:
         self._gathered_rows = b""
         self._positions = np.zeros(num_rows, np.int64)
         self._gathered = self._gather_filters(np.empty(0, np.int64))
+        self._gathered_options = self._options[:0]
+        self._asked = 0
 
     def start(self, row: int, sampling: SamplingParameters) -> None:
         """Takes over a row's parameters; its tokens and prompt length are in the arrays already."""
@@ -124,9 +126,10 @@ class SamplingRows:
         key = rows.tobytes()
         if key != self._gathered_rows:
             self._gathered_rows, self._gathered = key, self._gather_filters(rows)
+            self._gathered_options = self._options[rows]
+            self._asked = int(np.bitwise_or.reduce(self._gathered_options))
         self._positions[: len(rows)] = seq_lens
-        options = self._options[rows]
-        asked = int(np.bitwise_or.reduce(options))
+        options, asked = self._gathered_options, self._asked
         if not asked:
             return self._gathered
         return replace(
