@@ -3,6 +3,7 @@
 import os
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,23 +30,34 @@ def compile_driver(
     flags: Sequence[str] = (),
     compiler: Sequence[str] = (),
 ) -> Path:
-    """Compiles and links `sources`, libraries among them, to `program`, and returns it."""
-    objects = [
-        (source, program.with_name(f"{program.name}_{source.stem}.o"))
-        for source in sources
-        if source.suffix == ".cpp"
-    ]
-    libraries = [source for source in sources if source.suffix != ".cpp"]
+    """Compiles and links `sources`, objects and libraries among them, and returns `program`."""
     compiler = compiler or compiler_or_skip()
-    compiling = [
-        subprocess.Popen([*compiler, *_FLAGS, *flags, "-c", source, "-o", target])
-        for source, target in objects
-    ]
-    assert [process.wait(TIMEOUT_SECONDS) for process in compiling] == [0] * len(objects)
-    targets = [target for _, target in objects]
-    link = [*compiler, "-pthread", *flags, *targets, *libraries, "-o", program]
+    objects = compile_objects(
+        program.parent, [each for each in sources if each.suffix == ".cpp"], flags, compiler
+    )
+    rest = [each for each in sources if each.suffix != ".cpp"]
+    link = [*compiler, "-pthread", *flags, *objects, *rest, "-o", program]
     subprocess.run(link, check=True, timeout=TIMEOUT_SECONDS)
     return program
+
+
+def compile_objects(
+    directory: Path,
+    sources: Sequence[Path],
+    flags: Sequence[str] = (),
+    compiler: Sequence[str] = (),
+) -> list[Path]:
+    """Compiles each of `sources` to an object in `directory`."""
+    compiler = compiler or compiler_or_skip()
+    objects = [directory / f"{source.stem}.o" for source in sources]
+
+    def compile_one(source: Path, target: Path) -> None:
+        command = [*compiler, *_FLAGS, *flags, "-c", source, "-o", target]
+        subprocess.run(command, check=True, timeout=TIMEOUT_SECONDS)
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(compile_one, sources, objects))
+    return objects
 
 
 def run_driver(

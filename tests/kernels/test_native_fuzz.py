@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from kernels.cpu.build import build, library_path
-from tests.fakes.native_drivers import DRIVERS, compile_driver, run_driver
+from tests.fakes.native_drivers import DRIVERS, compile_driver, compile_objects, run_driver
 from tests.fakes.native_ops import runnable_instruction_sets
 
 FUZZER = sorted(DRIVERS.glob("fuzz*.cpp"))
-ROUNDS = 40
+ROUNDS = 20
 CROSS_COMPILER = "aarch64-linux-gnu-g++"
 EMULATOR = "qemu-aarch64"
 
@@ -29,8 +29,9 @@ def test_all_builds_give_the_same_bits(tmp_path: Path) -> None:
     if len(names) < 2:
         pytest.skip(f"there is no second build to compare with: {names}")
     results = {}
+    objects = compile_objects(tmp_path, FUZZER)
     for name in names:
-        program = compile_driver(tmp_path / name, [*FUZZER, library_path(name)])
+        program = compile_driver(tmp_path / name, [*objects, library_path(name)])
         results[name] = run_driver(program, ROUNDS)
     for name in names[1:]:
         assert differences(results[names[0]], results[name]) == [], name
@@ -46,5 +47,5 @@ def test_neon_gives_the_same_bits(tmp_path: Path) -> None:
     best = runnable_instruction_sets()[-1]
     native = compile_driver(tmp_path / best, [*FUZZER, library_path(best)])
     emulator = [EMULATOR, "-L", "/usr/aarch64-linux-gnu"]
-    rounds = ROUNDS // 10
+    rounds = ROUNDS // 5
     assert differences(run_driver(native, rounds), run_driver(neon, rounds, emulator)) == []

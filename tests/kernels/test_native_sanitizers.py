@@ -1,0 +1,26 @@
+"""The native library under the compiler's sanitizers, with the fuzzers of test_native_fuzz.py.
+
+Address and undefined-behaviour checks take the best build of this machine, whose vectors are the
+widest. The builds differ in simd.h and in linear_dots.h alone; an access out of bounds that a
+narrower build makes would be one that gives other bits, or is made by this one too.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from kernels.cpu.build import build
+from tests.fakes.native_drivers import DRIVERS, compile_driver, run_driver
+from tests.fakes.native_ops import runnable_instruction_sets
+from tests.fakes.sanitizers import ADDRESS, THREAD, Sanitizer
+
+FUZZER = sorted(DRIVERS.glob("fuzz*.cpp"))
+
+
+@pytest.mark.parametrize("sanitizer", [ADDRESS, THREAD], ids=str)
+def test_the_kernels_are_clean(tmp_path: Path, sanitizer: Sanitizer) -> None:
+    sanitizer.skip_where_it_does_not_run(tmp_path)
+    best = runnable_instruction_sets()[-1:] or ["portable"]
+    (library,) = build(tmp_path, best, ["-O1", *sanitizer.flags])
+    program = compile_driver(tmp_path / "fuzz", [*FUZZER, library], sanitizer.flags)
+    run_driver(program, 8, sanitizer.wrapper, sanitizer.environment)
