@@ -84,6 +84,9 @@ TL_INLINE __m256i broadcast_quad(const int8_t* p) {
 // Keeps the compiler from moving sums to memory.
 TL_INLINE void pin(__m256i& sums) { asm volatile("" : "+x"(sums)); }
 
+// Keeps the compiler from loading scales while all registers hold sums.
+TL_INLINE void load_the_rest_later() { asm volatile("" ::: "memory"); }
+
 // A lane sums pairs of columns in 16 bits: 16 products of 15 · 127 at most.
 template <int R>
 TL_INLINE void add_dots_q4(const uint8_t* values, GroupRows x, I32x16 (&sums)[R]) {
@@ -116,6 +119,7 @@ TL_INLINE void add_dots_q4(const uint8_t* values, GroupRows x, I32x16 (&sums)[R]
     sums[r].lo = _mm256_madd_epi16(pairs[r][0], ones);
     sums[r].hi = _mm256_madd_epi16(pairs[r][1], ones);
   }
+  load_the_rest_later();
 }
 
 // |w| times x with the sign of w: 2 · 128 · 127 still fits into 16 bits.

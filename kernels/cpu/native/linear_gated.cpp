@@ -1,4 +1,4 @@
-// The op silu(in · gateᵀ) · (in · upᵀ): what a gate panel and its up panel give, while in registers.
+// The op silu(in · gateᵀ) · (in · upᵀ): what a gate panel and its up panel give is never stored.
 #include "linear_stage.h"
 #include "quantise.h"
 

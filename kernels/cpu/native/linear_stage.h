@@ -46,8 +46,8 @@ struct Block {
   int64_t first_unit, last_unit;
 };
 
-// The product of a count of rows with a matrix, cut into blocks. What a unit of weights is, and what
-// becomes of the products, is up to those that derive from it.
+// The product of a count of rows with a matrix, cut into blocks. What a unit of weights is, and
+// what becomes of the products, is up to those that derive from it.
 template <class Format>
 class LinearStage : public Stage {
  public:

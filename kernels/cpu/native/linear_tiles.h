@@ -41,7 +41,7 @@ struct FloatRows {
 // which wait for memory only, near enough for the machine's own prefetching to follow.
 template <int R>
 TL_INLINE void fetch_ahead(const uint8_t* weights, int64_t bytes) {
-  constexpr int64_t kDistance = R <= 2 ? 2560 : 8192;
+  constexpr int64_t kDistance = R <= 2 ? 1024 : 8192;
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(weights + kDistance + i, 0, 2);
 }
 

@@ -1,7 +1,7 @@
 // Packed weights: panels of 16 rows, a row per lane, and how to read them back.
 //
-// Columns are padded to groups of 32 and rows to 16, both with zeros. A panel lies in memory as it is
-// read, group by group, and the next panel after it, so that the machine foresees what comes next:
+// Columns are padded to groups of 32 and rows to 16, both with zeros. A panel lies in memory as it
+// is read, group by group, and then the next panel, so that the machine foresees what comes next:
 //
 //   TL_Q4       16 float16 scales, 16 float16 minima, 256 bytes of values
 //   TL_Q4_WIDE  16 float32 scales, 16 float32 minima, 256 bytes of values
