@@ -147,11 +147,11 @@ class PersistentBatch:
         """As the two that follow, where each sequence has one token, and samples after it."""
         staged, size = self.staged, len(rows)
         if rows != self._decoded_rows:
-            self._decoded_rows, self._decoded = rows, np.array(rows)
-            staged.rows[:size] = staged.kept_rows[:size] = rows
+            self._decoded = staged.rows[:size] = staged.kept_rows[:size] = np.array(rows)
             staged.cu_seqlens[: size + 1] = self._counting[: size + 1]
             staged.kept_cu_seqlens[: size + 1] = self._counting[: size + 1]
             staged.kept_indices[:size] = self._counting[:size]
+            self._decoded_rows = rows
         seq_lens = positions + 1
         staged.seq_lens[self._decoded] = seq_lens
         staged.kept_positions[:size] = positions
