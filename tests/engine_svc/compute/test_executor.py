@@ -18,8 +18,10 @@ from engine_svc.planning.step import (
     StepResult,
     TokenLogprobs,
 )
+from engine_svc.planning.step_profile import StepProfile
 from protos.wire.errors import StartupError
 from tests.fakes.decoding import ExecutorRows, load_tiny_executor
+from tests.fakes.native_ops import runnable_instruction_sets
 from tests.fakes.tiny_models import VOCAB_SIZE, write_tiny_llama
 
 GREEDY = SamplingParameters(max_tokens=20, temperature=0.0, logprobs=True, top_logprobs=3)
@@ -132,6 +134,31 @@ def test_tokens_come_in_the_plan_s_order_and_only_for_rows_that_sample(executor:
         RowStep(1, 0, 3, [], samples=False),
     ]
     assert [token.row for token in executor.execute(StepPlan(starts, steps)).sampled] == [3, 2]
+
+
+@pytest.mark.skipif(not runnable_instruction_sets(), reason="there is no library")
+def test_steps_can_be_profiled_down_to_their_ops(model_path: Path) -> None:
+    executor = load_tiny_executor(model_path)
+    tables: list[str] = []
+    profile = StepProfile(4, tables.append)
+    executor.profile_into(profile)
+    for index in range(4):
+        starts = [] if index else [RowStart(0, prompt_of(10), 10, GREEDY, [0])]
+        step = RowStep(0, 9 + index, 1, [], True) if index else RowStep(0, 0, 10, [], True)
+        profile.start()
+        executor.execute(StepPlan(starts, [step]))
+        profile.end(step.num_scheduled_tokens)
+    (table,) = tables
+    lines = [line[: line.index(" us")].rsplit(maxsplit=1)[0] for line in table.splitlines()[1:]]
+    assert lines[0] == "a step of 3.2 tokens"
+    assert [line for line in lines if line[:4].count(" ") == 2] == [
+        "  stage",
+        "  model",
+        "  sample",
+    ]
+    assert {"    attention", "    norm", "    linear 64 x 96", "    gated linear 192 x 64"} < set(
+        lines
+    )
 
 
 def run_chunked(executor: Executor, prompt: list[int], chunk: int, num_tokens: int) -> list:
