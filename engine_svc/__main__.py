@@ -149,6 +149,7 @@ def scheduler_config(settings: Settings, executor: Executor) -> SchedulerConfig:
         num_blocks=executor.num_blocks,
         block_size=executor.block_size,
         prefix_cache=settings.prefix_cache,
+        max_draft_tokens=settings.max_draft_tokens if settings.speculation == "ngram" else 0,
     )
     if config.max_servable_len < config.max_model_len:
         logger.warning(

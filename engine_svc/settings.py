@@ -38,6 +38,15 @@ class Settings:
     )
     block_size: int = setting(16, "Tokens per KV block.", minimum=1, maximum=256)
     prefix_cache: bool = setting(True, "Reuse the KV of prompts that begin alike.")
+    speculation: str = setting(
+        "ngram",
+        "Guess ahead what repeats earlier text of a sequence, and check several tokens in a step, "
+        "where that is faster; answers stay the same.",
+        choices=("ngram", "off"),
+    )
+    max_draft_tokens: int = setting(
+        16, "The most tokens guessed ahead in a step for one sequence.", minimum=1, maximum=256
+    )
     max_waiting: int = setting(
         1024, "Sequences that may wait; more are refused as overload.", minimum=1
     )

@@ -156,8 +156,9 @@ class Scheduler:
                     continue
             assert request.row is not None
             decodes.append(RowStep(request.row, num_computed, 1, new_block_ids, True))
+        num_running, num_waiting = len(self._running), len(self._waiting)
         num_draft_tokens = self._speculation.add_drafts(
-            decodes, self._rows, builder.budget - len(decodes), num_spare_blocks=len(self._running)
+            decodes, self._rows, builder.budget - len(decodes), num_running, num_waiting
         )
         builder.add_decodes(decodes, num_draft_tokens)
         return unfinished_prefills

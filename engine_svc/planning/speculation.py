@@ -39,6 +39,7 @@ class Speculation:
         self, config: SchedulerConfig, tables: BlockTables, drafter: Drafter | None
     ) -> None:
         self._block_size = config.block_size
+        self._max_num_seqs = config.max_num_seqs
         self._max_num_sampled_tokens = config.max_num_sampled_tokens
         self._tables = tables
         self._drafter = drafter
@@ -46,20 +47,21 @@ class Speculation:
         self.num_accepted_tokens = 0
 
     def add_drafts(
-        self, decodes: list[RowStep], rows: Rows, budget: int, num_spare_blocks: int
+        self, decodes: list[RowStep], rows: Rows, budget: int, num_running: int, num_waiting: int
     ) -> int:
         """Adds drafts to some of `decodes`; returns how many tokens that adds.
 
-        They take at most half of `budget`, which is what else the step may compute, and leave
-        blocks to spare: nobody goes without for a guess.
+        Nobody goes without for a guess: they take at most half of `budget`, which is what else the
+        step may compute, and leave a block and a place to sample for each request that may run.
         """
         if self._drafter is None or not decodes:
             return 0
         requests = rows.of(decodes)
-        limit = min(budget // 2, self._max_num_sampled_tokens - len(decodes))
+        num_rows = min(num_running + num_waiting, self._max_num_seqs)
+        limit = min(budget // 2, self._max_num_sampled_tokens - num_rows)
         num_added = 0
         for place, token_ids in self._drafter.draft(requests, limit):
-            step = self._with_draft(decodes[place], requests[place], token_ids, num_spare_blocks)
+            step = self._with_draft(decodes[place], requests[place], token_ids, num_running)
             num_added += len(step.draft_token_ids)
             decodes[place] = step
         self.num_draft_tokens += num_added

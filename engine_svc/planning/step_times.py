@@ -45,11 +45,11 @@ class StepTimes:
         if index == len(self._classes) or self._classes[index] != size_class:
             self._classes.insert(index, size_class)
             self._tokens.insert(index, float(num_tokens))
-            self._costs.insert(index, guess / self._pace)
-            self._num_seen.insert(index, 0)
-        # The guess counts as one observation.
+            self._costs.insert(index, seconds / self._pace)
+            self._num_seen.insert(index, 1)
+            return
         self._num_seen[index] += 1
-        rate = max(_SLOWEST_RATE, 1 / (self._num_seen[index] + 1))
+        rate = max(_SLOWEST_RATE, 1 / self._num_seen[index])
         self._tokens[index] += rate * (num_tokens - self._tokens[index])
         self._costs[index] *= 1 + rate * (surprise - 1)
         self._pace *= 1 + _PACE_RATE * (1 - rate) * (surprise - 1)

@@ -2,7 +2,16 @@
 
 import argparse
 
-from tests.bench import accuracy, overload, peers, pipeline, sampling, structured
+from tests.bench import (
+    accuracy,
+    kernels,
+    overload,
+    peers,
+    pipeline,
+    sampling,
+    speculation,
+    structured,
+)
 
 
 def main() -> None:
@@ -14,6 +23,8 @@ def main() -> None:
     accuracy.add_command(commands)
     peers.add_command(commands)
     sampling.add_command(commands)
+    speculation.add_command(commands)
+    kernels.add_command(commands)
     arguments = parser.parse_args()
     arguments.run(arguments)
 

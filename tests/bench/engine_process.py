@@ -7,6 +7,7 @@ from pathlib import Path
 
 from engine_svc.__main__ import load_executor, scheduler_config
 from engine_svc.compute.executor import Executor
+from engine_svc.planning.ngram_drafter import drafter_for
 from engine_svc.planning.request import Request
 from engine_svc.planning.scheduler import Scheduler
 from engine_svc.planning.step import SamplingParameters
@@ -15,7 +16,8 @@ from engine_svc.settings import Settings
 
 def generate(settings: Settings, executor: Executor, prompts: list[list[int]], count: int) -> float:
     """Generates `count` greedy tokens for all prompts at once; returns tokens/s."""
-    scheduler = Scheduler(scheduler_config(settings, executor))
+    config = scheduler_config(settings, executor)
+    scheduler = Scheduler(config, drafter_for(config))
     started = time.perf_counter()
     for index, prompt in enumerate(prompts):
         sampling = SamplingParameters(max_tokens=count, temperature=0.0)
@@ -23,7 +25,9 @@ def generate(settings: Settings, executor: Executor, prompts: list[list[int]], c
     num_tokens = 0
     while scheduler.has_requests:
         plan = scheduler.schedule()
-        outputs = scheduler.commit(plan, executor.execute(plan))
+        step_started = time.perf_counter()
+        result = executor.execute(plan)
+        outputs = scheduler.commit(plan, result, time.perf_counter() - step_started)
         num_tokens += sum(len(output.token_ids) for output in outputs)
     return num_tokens / (time.perf_counter() - started)
 

@@ -13,8 +13,10 @@ from engine_svc.engine_loop import EngineLoop, engine_thread
 from engine_svc.planning.errors import KvCapacityExceeded
 from engine_svc.planning.request import FinishReason, Request, RequestOutput
 from engine_svc.planning.scheduler import Scheduler
+from engine_svc.planning.speculation import Drafter
 from engine_svc.planning.step import StepPlan
 from protos.wire.errors import InternalError, Unavailable
+from tests.fakes.drafters import KnowingDrafter
 from tests.fakes.engine_server import scheduler_config
 from tests.fakes.fake_executor import FakeExecutor, reference_outputs
 from tests.fakes.scheduler_driver import Received, greedy
@@ -42,10 +44,13 @@ class Collector:
 
 @asynccontextmanager
 async def running_loop(
-    executor: FakeExecutor, collector: Collector | None = None, **limits: int
+    executor: FakeExecutor,
+    collector: Collector | None = None,
+    drafter: Drafter | None = None,
+    **limits: int,
 ) -> AsyncIterator[tuple[EngineLoop, Collector]]:
     collector = collector or Collector()
-    scheduler = Scheduler(scheduler_config(executor, **limits))
+    scheduler = Scheduler(scheduler_config(executor, **limits), drafter)
     with engine_thread() as thread:
         async with EngineLoop(
             scheduler, executor, collector.deliver, collector.failed.set, thread
@@ -88,6 +93,22 @@ async def test_requests_are_answered_and_the_thread_sleeps_while_there_is_none()
         assert executor.num_steps == 8
         assert loop.load.num_steps == 8
         assert loop.load.num_free_blocks == executor.num_blocks
+
+
+async def test_drafts_that_come_true_are_published_with_their_step_which_is_timed() -> None:
+    executor = FakeExecutor()
+    drafter = KnowingDrafter(executor.vocab_size, 8, share_wrong=0.0)
+    asked = request("a", max_tokens=20)
+    expected, _ = reference_outputs(asked.token_ids, greedy(20), executor.vocab_size)
+    drafter.outputs["a"] = expected
+    async with running_loop(executor, drafter=drafter, max_draft_tokens=8) as (loop, collector):
+        loop.submit(asked)
+        assert (await collector.finish_of("a")).token_ids == expected
+        assert executor.num_steps < 15
+        assert max(len(outputs[0].token_ids) for outputs in collector.deliveries) > 1
+        assert loop.load.num_accepted_draft_tokens == 20 - executor.num_steps
+    assert drafter.observed
+    assert all(seconds > 0 for _, seconds in drafter.observed)
 
 
 async def test_a_step_is_published_in_one_delivery_and_the_start_before_the_step_runs() -> None:

@@ -82,6 +82,13 @@ def test_bug_66_a_pool_smaller_than_one_longest_sequence_caps_it_and_warns(
     assert ("--kv-memory" in caplog.text) == is_capped
 
 
+@pytest.mark.parametrize(("speculation", "max_draft_tokens"), [("ngram", 5), ("off", 0)])
+def test_speculation_can_be_switched_off(speculation: str, max_draft_tokens: int) -> None:
+    settings = Settings(model=Path("m.gguf"), speculation=speculation, max_draft_tokens=5)
+    config = scheduler_config(settings, FakeExecutor())  # type: ignore[arg-type]
+    assert config.max_draft_tokens == max_draft_tokens
+
+
 @pytest.mark.slow
 async def test_the_process_serves_the_model_and_drains_on_sigterm(model_path: Path) -> None:
     async with engine_process(
