@@ -7,6 +7,7 @@ from tests.bench import (
     kernels,
     overload,
     peers,
+    peers_beside,
     pipeline,
     sampling,
     speculation,
@@ -22,6 +23,7 @@ def main() -> None:
     structured.add_command(commands)
     accuracy.add_command(commands)
     peers.add_command(commands)
+    peers_beside.add_command(commands)
     sampling.add_command(commands)
     speculation.add_command(commands)
     kernels.add_command(commands)

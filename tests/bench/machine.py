@@ -22,7 +22,6 @@ _SOURCE = Path(__file__).with_name("machine_probe.c")
 # Several times a last-level cache, so that all of it comes from memory.
 _ARRAY_BYTES = 256 << 20
 _ROUNDS = 1 << 18
-# The best of several: what else runs on a machine only ever takes from its limit.
 _REPETITIONS = 5
 
 
@@ -34,6 +33,15 @@ class MachineLimits:
     memory_bytes_per_second: float
     int8_operations_per_second: float  # a multiplication or an addition is one
     instructions: str  # the mix that was timed
+
+    def best_of(self, other: "MachineLimits") -> "MachineLimits":
+        """What else runs on a machine only ever takes from its limits."""
+        return MachineLimits(
+            self.num_threads,
+            max(self.memory_bytes_per_second, other.memory_bytes_per_second),
+            max(self.int8_operations_per_second, other.int8_operations_per_second),
+            self.instructions,
+        )
 
     def __str__(self) -> str:
         return (

@@ -102,6 +102,7 @@ def run(arguments: argparse.Namespace) -> None:
         outcomes = [
             take_turns(known[name], contestants, arguments, Path(directory)) for name in chosen
         ]
+    limits = limits.best_of(measure_limits(arguments.threads))
     CONSOLE.print(results_table(outcomes, names))
     for outcome in outcomes:
         if outcome.figure.name == "streams16":
