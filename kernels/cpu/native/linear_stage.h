@@ -13,12 +13,14 @@ namespace tokenline {
 
 // Rows of a chunk: so many that reading the weights is nothing, so few that they stay in the cache.
 constexpr int64_t kBlockRows = 64;
-// A stage's weights are cut into at least so many chunks, as far as there are units; the last one
-// to finish makes the other threads wait.
-constexpr int64_t kChunksOfWeights = 32;
-// Products in a chunk: about 30 µs. Few rows take as long as eight, since they wait for memory.
-constexpr int64_t kChunkProducts = int64_t{1} << 23;
+// Products in a chunk: at least about 1 µs, so that claiming it (0.1 µs) is little, and at most about
+// 30 µs, since the last one to finish makes the other threads wait. Few rows take as long as eight:
+// they wait for memory.
+constexpr int64_t kLeastChunkProducts = 200'000;
+constexpr int64_t kMostChunkProducts = 8'000'000;
 constexpr int64_t kRowsWorthTheMemory = 8;
+// Between the two, a matrix is cut into so many chunks of weights: for up to eight threads.
+constexpr int64_t kChunksOfWeights = 32;
 
 // Calls `body` with std::integral_constant<int, rows>; 1 ≤ rows ≤ most.
 template <int most, class Body>
@@ -98,8 +100,11 @@ class LinearStage : public Stage {
 
   int64_t units_per_chunk(int64_t rows) const {
     const int64_t block_rows = std::clamp(rows, kRowsWorthTheMemory, kBlockRows);
-    const int64_t most = kChunkProducts / (block_rows * unit_products_);
-    return std::max<int64_t>(1, std::min(num_units_ / kChunksOfWeights, most));
+    const int64_t unit_products = block_rows * unit_products_;
+    const int64_t chunks = std::clamp<int64_t>(num_units_ * unit_products / kLeastChunkProducts, 1,
+                                               kChunksOfWeights);
+    const int64_t most = std::max<int64_t>(1, kMostChunkProducts / unit_products);
+    return std::clamp<int64_t>((num_units_ + chunks - 1) / chunks, 1, most);
   }
 
   size_t offsets_size() const {
