@@ -47,7 +47,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL.name)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--engine-flags", default="")
+    parser.add_argument("--engine-flags", default="--speculation off")
     parser.set_defaults(run=run)
 
 
