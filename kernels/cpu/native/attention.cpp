@@ -2,127 +2,11 @@
 // language model serving with PagedAttention", 2023): the op's stages.
 #include <cstring>
 
-#include "attention_kernels.h"
+#include "attention_tile.h"
 #include "rows.h"
 
 namespace tokenline {
 namespace {
-
-constexpr float kLog2E = 1.44269504f;
-
-struct AttentionOp {
-  TlAttentionPlan* plan;
-  const float* query;
-  int64_t stride;
-  int64_t num_heads;
-  TlKvLayer kv;
-  KvLayout layout;
-  float scale;
-  int64_t sliding_window;
-  TlRows out;
-  bool quantises_rows;  // in a stage of its own
-
-  int64_t group() const { return num_heads / kv.num_kv_heads; }
-
-  int64_t row_floats() const { return num_heads * kv.head_dim; }
-  // Where results go as floats, if they do.
-  bool uses_plans_rows() const { return quantises_rows && !out.values; }
-  float* values(int64_t row) const {
-    if (uses_plans_rows()) return plan->rows() + row * row_floats();
-    return out.values ? out.values + row * out.stride : nullptr;
-  }
-
-  int32_t oldest_position(int32_t newest) const {
-    return sliding_window > 0 && newest >= sliding_window
-               ? newest + 1 - static_cast<int32_t>(sliding_window)
-               : 0;
-  }
-  // The range of segments with keys that any query of the tile sees.
-  int32_t first_segment(const AttentionItem& tile) const {
-    return plan->segment_of(oldest_position(tile.first_position));
-  }
-  int32_t end_segment(const AttentionItem& tile) const {
-    return plan->segment_of(tile.last_position()) + 1;
-  }
-  float* partial(const AttentionItem& tile, int32_t segment, int64_t head) const {
-    return plan->partials() + tile.partials +
-           (segment * kv.num_kv_heads + head) *
-               tile_floats(tile.num_tokens * group(), layout.width);
-  }
-};
-
-// A tile's rows go through the keys in stripes.
-int64_t num_stripes_of(int64_t num_rows) { return (num_rows + kMostRows - 1) / kMostRows; }
-
-// Packs the query rows that begin with `first`; num_rows of the whole tile are there.
-void pack_queries(const AttentionOp& op, const AttentionItem& tile, int64_t head, int64_t first,
-                  int64_t num_rows, float* packed, QueryRows* to) {
-  const int64_t dim = op.kv.head_dim, group = op.group();
-  const float scale = op.scale * kLog2E;
-  to->num_rows = static_cast<int32_t>(std::min<int64_t>(kMostRows, num_rows - first));
-  to->kernel_rows = kernel_rows(to->num_rows);
-  to->packed = packed;
-  for (int r = 0; r < to->kernel_rows; r++) {
-    const int64_t row = first + std::min(r, to->num_rows - 1);
-    const int32_t position = tile.first_position + static_cast<int32_t>(row / group);
-    const float* query = op.query + (tile.first_row + row / group) * op.stride +
-                         (head * group + row % group) * dim;
-    for (int64_t i = 0; i < dim; i++) packed[i * to->kernel_rows + r] = query[i] * scale;
-    to->oldest[r] = static_cast<float>(op.oldest_position(position));
-    to->newest[r] = static_cast<float>(position);
-  }
-  const int last = to->num_rows - 1;
-  to->lowest = static_cast<int32_t>(to->oldest[0]);
-  to->highest = static_cast<int32_t>(to->newest[last]);
-  to->common_lowest = static_cast<int32_t>(to->oldest[last]);
-  to->common_highest = static_cast<int32_t>(to->newest[0]);
-}
-
-// The columns of a segment that the tile sees any key of.
-template <class Element>
-int find_columns(const AttentionOp& op, const AttentionItem& tile, int64_t head, int32_t segment,
-                 Column<Element>* columns) {
-  const int64_t per_block = op.plan->columns_per_block(), block_size = op.kv.block_size;
-  const int64_t segment_column = int64_t{segment} * kSegmentColumns;
-  const int64_t first =
-      std::max(segment_column, op.plan->column_of(op.oldest_position(tile.first_position)));
-  const int64_t end = std::min(segment_column + kSegmentColumns,
-                               op.plan->column_of(tile.last_position()) + 1);
-  for (int64_t i = first; i < end; i++) {
-    const int64_t block = i / per_block, offset = i % per_block * kLanes;
-    const KvHead<Element> from(op.kv, op.layout, tile.blocks[block], head);
-    columns[i - first] = {from.keys + offset,
-                          from.values + offset * op.layout.width,
-                          from.key_scale(offset),
-                          from.value_scale(offset),
-                          static_cast<int32_t>(block * block_size + offset),
-                          static_cast<int32_t>(std::min<int64_t>(kLanes, block_size - offset))};
-  }
-  return static_cast<int>(end - first);
-}
-
-// Whether the values of those keys are finite that some queries of the tile see and others do not.
-template <class Element>
-bool are_borders_finite(const AttentionOp& op, const AttentionItem& tile, int num_columns,
-                        const Column<Element>* columns) {
-  if (sizeof(Element) == 1 || tile.num_tokens == 1) return true;
-  const int64_t width = op.layout.width;
-  const int32_t newest = tile.first_position, oldest = op.oldest_position(newest);
-  const int32_t last_newest = tile.last_position(), last_oldest = op.oldest_position(last_newest);
-  I32x16 bits = broadcast_int(0);
-  const auto check = [&](const Column<Element>& column, int32_t first, int32_t last) {
-    first = std::max(0, first - column.first_position);
-    last = std::min(column.num_keys - 1, last - column.first_position);
-    for (int64_t i = first * width; i < (last + 1) * width; i += kLanes) {
-      bits = larger(bits, as_int(magnitude(load_elements(column.values + i))));
-    }
-  };
-  for (int c = 0; c < num_columns; c++) {
-    check(columns[c], oldest, last_oldest - 1);
-    check(columns[c], newest + 1, last_newest);
-  }
-  return largest(bits) < 0x7f800000;
-}
 
 // One row at a time, each up to its own last key: where values that some rows do not see are not
 // finite, a weight of 0 would not keep them out.
@@ -176,22 +60,27 @@ void write_results(const AttentionOp& op, const AttentionItem& tile, int64_t hea
   }
 }
 
-// Where the parts of an item's memory lie, in floats.
+// Where the parts of the memory for an item's head lie, in floats.
 struct ItemMemory {
   ItemMemory(const AttentionOp& op, const AttentionItem& item)
-      : num_rows(item.num_tokens * op.group()), num_stripes(num_stripes_of(num_rows)) {
-    const int64_t width = op.layout.width;
-    const int64_t query_floats = KvLayout::up_to(kMostRows * op.kv.head_dim, kLanes);
-    const int64_t descriptors = static_cast<int64_t>(sizeof(QueryRows) / sizeof(float));
-    packed = num_stripes * descriptors;
-    packed_stride = query_floats;
-    state = packed + num_stripes * query_floats;
+      : num_rows(item.num_tokens * op.group()),
+        num_stripes(num_stripes_of(num_rows)),
+        width(op.layout.width) {
+    packed = num_stripes * static_cast<int64_t>(sizeof(QueryRows) / sizeof(float));
+    packed_stride = kMostRows * width;
+    state = packed + num_stripes * packed_stride;
     segment_state = state + tile_floats(num_rows, width);
     single = segment_state + state_floats(kMostRows, width);
     size = single + width + state_floats(1, width);
   }
 
-  int64_t num_rows, num_stripes;
+  QueryRows* queries(float* memory) const { return reinterpret_cast<QueryRows*>(memory); }
+  // The state of a stripe's rows.
+  float* stripe(float* memory, int64_t i) const {
+    return memory + state + i * state_floats(kMostRows, width);
+  }
+
+  int64_t num_rows, num_stripes, width;
   int64_t packed, packed_stride, state, segment_state, single, size;
 };
 
@@ -200,58 +89,83 @@ class AttentionStage : public Stage {
  public:
   explicit AttentionStage(const AttentionOp& op) : op_(op) {}
 
+  // Few items are shared out head by head.
   int64_t num_chunks(const int64_t*) const override {
-    return op_.plan->num_items() * op_.kv.num_kv_heads;
+    return op_.plan->num_items() * (op_.plan->splits_heads() ? op_.kv.num_kv_heads : 1);
   }
 
   void run(int64_t chunk, const int64_t*, Scratch& scratch) const override {
-    const AttentionItem& item = op_.plan->item(chunk / op_.kv.num_kv_heads);
-    const int64_t head = chunk % op_.kv.num_kv_heads, width = op_.layout.width;
-    const ItemMemory at(op_, item);
-    float* memory = scratch.get<float>(static_cast<size_t>(at.size));
-    QueryRows* queries = reinterpret_cast<QueryRows*>(memory);
-    for (int64_t i = 0; i < at.num_stripes; i++) {
-      pack_queries(op_, item, head, i * kMostRows, at.num_rows,
-                   memory + at.packed + i * at.packed_stride, &queries[i]);
-    }
-    if (!item.is_part) {
-      float* state = memory + at.state;
-      for (int64_t i = 0; i < at.num_stripes; i++, state += state_floats(kMostRows, width)) {
-        clear_state(state, queries[i].kernel_rows, width);
-      }
-    }
-    const int32_t first = std::max(item.first_segment, op_.first_segment(item));
-    const int32_t end = std::min(item.end_segment, op_.end_segment(item));
-    for (int32_t segment = first; segment < end; segment++) {
-      add_segment(item, head, segment, at, queries, memory);
-    }
-    if (item.is_part) return;
-    const float* state = memory + at.state;
-    for (int64_t i = 0; i < at.num_stripes; i++, state += state_floats(kMostRows, width)) {
-      write_results(op_, item, head, i * kMostRows, at.num_rows, state);
+    const int64_t num_heads = op_.kv.num_kv_heads;
+    if (op_.plan->splits_heads()) {
+      const int64_t head = chunk % num_heads;
+      attend_heads(op_.plan->item(chunk / num_heads), head, head + 1, scratch);
+    } else {
+      attend_heads(op_.plan->item(chunk), 0, num_heads, scratch);
     }
   }
 
  private:
-  void add_segment(const AttentionItem& item, int64_t head, int32_t segment, const ItemMemory& at,
-                   const QueryRows* queries, float* memory) const {
-    Column<Element> columns[kSegmentColumns];
-    const int64_t width = op_.layout.width;
-    const ColumnShape shape{op_.kv.head_dim, width, op_.layout.lanes};
-    const int num_columns = find_columns(op_, item, head, segment, columns);
+  void attend_heads(const AttentionItem& item, int64_t first_head, int64_t end_head,
+                    Scratch& scratch) const {
+    const int32_t first = std::max(item.first_segment, op_.first_segment(item));
+    const int32_t end = std::min(item.end_segment, op_.end_segment(item));
+    if (first >= end) return;
+    const ItemMemory at(op_, item);
+    float* memory = scratch.get<float>(static_cast<size_t>(at.size));
+    // Of this segment and the next, which may be the first of the next head, in turn.
+    Column<Element> columns[2][kSegmentColumns];
+    int num_columns[2];
+    int now = 0;
+    num_columns[now] = find_columns(op_, item, first_head, first, columns[now]);
+    fetch_columns(op_, num_columns[now], columns[now]);
+    for (int64_t head = first_head; head < end_head; head++) {
+      begin_head(item, head, at, memory);
+      for (int32_t segment = first; segment < end; segment++, now = 1 - now) {
+        const int then = 1 - now;
+        const bool is_last = segment + 1 == end;
+        if (!is_last || head + 1 < end_head) {
+          num_columns[then] = find_columns(op_, item, is_last ? head + 1 : head,
+                                           is_last ? first : segment + 1, columns[then]);
+          fetch_meanwhile(num_columns[then], columns[then], num_columns[now], columns[now]);
+        }
+        add_segment(item, head, segment, num_columns[now], columns[now], at, memory);
+      }
+      if (!item.is_part) end_head_of(item, head, at, memory);
+    }
+  }
+
+  void begin_head(const AttentionItem& item, int64_t head, const ItemMemory& at,
+                  float* memory) const {
+    QueryRows* queries = at.queries(memory);
+    for (int64_t i = 0; i < at.num_stripes; i++) {
+      pack_queries(op_, item, head, i * kMostRows, at.num_rows,
+                   memory + at.packed + i * at.packed_stride, &queries[i]);
+      if (!item.is_part) clear_state(at.stripe(memory, i), queries[i].kernel_rows, at.width);
+    }
+  }
+
+  void end_head_of(const AttentionItem& item, int64_t head, const ItemMemory& at,
+                   float* memory) const {
+    for (int64_t i = 0; i < at.num_stripes; i++) {
+      write_results(op_, item, head, i * kMostRows, at.num_rows, at.stripe(memory, i));
+    }
+  }
+
+  void add_segment(const AttentionItem& item, int64_t head, int32_t segment, int num_columns,
+                   const Column<Element>* columns, const ItemMemory& at, float* memory) const {
+    const ColumnShape shape{op_.kv.head_dim, at.width, op_.layout.lanes};
+    const QueryRows* queries = at.queries(memory);
     const bool is_finite = are_borders_finite(op_, item, num_columns, columns);
     for (int64_t i = 0; i < at.num_stripes; i++) {
-      const int64_t before = i * state_floats(kMostRows, width);
-      float* to = item.is_part ? op_.partial(item, segment, head) + before
-                               : memory + at.segment_state;
+      float* to = item.is_part
+                      ? op_.partial(item, segment, head) + i * state_floats(kMostRows, at.width)
+                      : memory + at.segment_state;
       if (is_finite) {
         attend(queries[i], columns, num_columns, shape, to);
       } else {
         attend_singly(queries[i], columns, num_columns, shape, memory + at.single, to);
       }
-      if (!item.is_part) {
-        fold_state(memory + at.state + before, to, queries[i].kernel_rows, width);
-      }
+      if (!item.is_part) fold_state(at.stripe(memory, i), to, queries[i].kernel_rows, at.width);
     }
   }
 

@@ -1,31 +1,25 @@
-// Attention of a few rows of queries to one segment of keys; and how segments are put together.
+// Attention of a few rows of queries to one segment of keys.
 //
 // A row is a token and one of the heads that share a KV head. Few rows go through the keys
 // together, each with its own accumulators: what becomes of a row depends on no other.
 #pragma once
 
 #include <algorithm>
-#include <cfloat>
 #include <cstdint>
 
 #include "attention.h"
 #include "attention_plan.h"
+#include "attention_state.h"
 #include "simd.h"
 
 namespace tokenline {
 
-// How many rows go together at most, and how many accumulators of 16 floats fit into registers
-// beside what they are made of. With six rows the conversion of keys and values to floats is hidden
-// behind the arithmetic: more rows, or floats made beforehand, are no faster.
-constexpr int kMostRows = 6;
+// How many accumulators of 16 floats fit into registers beside what they are made of.
 #if defined(TL_AVX512)
 constexpr int kAccumulators = 24;
 #else
 constexpr int kAccumulators = 6;
 #endif
-
-// Kernels exist for 1, 2, 3, 4 and 6 rows; 5 go as 6, the last one doubled.
-TL_INLINE int kernel_rows(int64_t rows) { return rows == 5 ? 6 : static_cast<int>(rows); }
 
 constexpr int columns_at_once(int rows) {
   return rows * 4 <= kAccumulators ? 4 : rows * 2 < kAccumulators ? 2 : 1;
@@ -38,6 +32,9 @@ struct Column {
   const Element* values;
   const float* key_scales;  // NULL where the type has none, as those of values
   const float* value_scales;
+  // What lies there is fetched meanwhile, as many bytes as these keys and values: the next segment.
+  const char* keys_ahead;
+  const char* values_ahead;
   int32_t first_position;
   int32_t num_keys;
 };
@@ -59,36 +56,8 @@ struct QueryRows {
   int32_t kernel_rows;
 };
 
-// What rows have of the keys so far, in floats: their largest scores [16], their sums of
-// exponentials [16], and their sums of values [kernel_rows][width].
-constexpr int kStateHeader = 2 * kLanes;
-
-TL_INLINE int64_t state_floats(int rows, int64_t width) { return kStateHeader + rows * width; }
-
-// Of all rows of a tile, in groups of kMostRows.
-TL_INLINE int64_t tile_floats(int64_t num_rows, int64_t width) {
-  const int64_t left = num_rows % kMostRows;
-  return num_rows / kMostRows * state_floats(kMostRows, width) +
-         (left ? state_floats(kernel_rows(left), width) : 0);
-}
-
-// 2^x to about 1 ulp, for x in [-100, 0]. Below it is 2^-100, which beside the 1 of the largest
-// score is as good as nothing, and whose products stay clear of subnormal numbers, which are slow.
-// NaN stays NaN. The polynomial is a minimax fit of 2^r over [-1/2, 1/2].
-TL_INLINE F32x16 power_of_two(F32x16 x) {
-  const F32x16 clamped = larger(broadcast(-100.0f), x);
-  // Beside 1.5 · 2^23 there is no room for a fraction: the sum's lowest bits are round(x) + 127.
-  const F32x16 rounding = broadcast(12582912.0f + 127.0f);
-  const F32x16 rounded = clamped + rounding;
-  const F32x16 r = clamped - (rounded - rounding);
-  F32x16 p = broadcast(1.326472731e-3f);
-  p = fma(p, r, broadcast(9.671512991e-3f));
-  p = fma(p, r, broadcast(5.550733581e-2f));
-  p = fma(p, r, broadcast(2.402224243e-1f));
-  p = fma(p, r, broadcast(6.931470037e-1f));
-  p = fma(p, r, broadcast(1.0f));
-  return p * as_float(shift_left<23>(as_int(rounded)));
-}
+// Into the second-level cache: the first has not as many requests to memory under way.
+TL_INLINE void fetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
 // The scores of R rows with C columns of keys; scores [R][kSegmentLanes].
 template <class Element, int R, int C>
@@ -96,7 +65,7 @@ TL_INLINE void score(const float* packed, const Column<Element>* columns, const 
                      float* scores) {
   F32x16 sums[R][C];
   const Element* keys[C];
-  const char* values[C];
+  const char* ahead[C];
 #pragma GCC unroll 6
   for (int r = 0; r < R; r++) {
 #pragma GCC unroll 4
@@ -105,7 +74,7 @@ TL_INLINE void score(const float* packed, const Column<Element>* columns, const 
 #pragma GCC unroll 4
   for (int c = 0; c < C; c++) {
     keys[c] = columns[c].keys;
-    values[c] = reinterpret_cast<const char*>(columns[c].values);
+    ahead[c] = columns[c].keys_ahead;
   }
   for (int64_t i = 0; i < shape.head_dim; i++, packed += R) {
     F32x16 key[C];
@@ -113,8 +82,7 @@ TL_INLINE void score(const float* packed, const Column<Element>* columns, const 
     for (int c = 0; c < C; c++) {
       key[c] = load_elements(keys[c]);
       keys[c] += shape.key_stride;
-      // The values, which come next, are about as many bytes as the keys.
-      __builtin_prefetch(values[c] + i * kLanes * static_cast<int64_t>(sizeof(Element)));
+      fetch(ahead[c] + i * kLanes * static_cast<int64_t>(sizeof(Element)));
     }
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++) {
@@ -157,11 +125,15 @@ TL_INLINE void add_values(const float* weights, const Column<Element>* columns, 
     const int32_t first = std::max(0, queries.lowest - from.first_position);
     const int32_t end = std::min(from.num_keys, queries.highest + 1 - from.first_position);
     const Element* values = from.values + first * width + dimension;
+    const Element* ahead = reinterpret_cast<const Element*>(from.values_ahead) + dimension;
     const float* weight = weights + column * kLanes + first;
     for (int32_t key = first; key < end; key++) {
       F32x16 value[C];
 #pragma GCC unroll 4
-      for (int c = 0; c < C; c++) value[c] = load_elements(values + c * kLanes);
+      for (int c = 0; c < C; c++) {
+        value[c] = load_elements(values + c * kLanes);
+        fetch(ahead + c * kLanes);
+      }
 #pragma GCC unroll 6
       for (int r = 0; r < R; r++) {
         const F32x16 factor = broadcast(weight[r * kSegmentLanes]);
@@ -169,6 +141,7 @@ TL_INLINE void add_values(const float* weights, const Column<Element>* columns, 
         for (int c = 0; c < C; c++) sums[r][c] = fma(factor, value[c], sums[r][c]);
       }
       values += width;
+      ahead += width;
       weight++;
     }
   }
@@ -287,32 +260,6 @@ TL_INLINE void attend(const QueryRows& queries, const Column<Element>* columns, 
     case 3: return call(attend_rows<Element, 3>);
     case 4: return call(attend_rows<Element, 4>);
     default: return call(attend_rows<Element, 6>);
-  }
-}
-
-// The state before any key.
-TL_INLINE void clear_state(float* state, int rows, int64_t width) {
-  store(state, broadcast(-FLT_MAX));
-  for (int64_t i = kLanes; i < state_floats(rows, width); i += kLanes) store(state + i, zero());
-}
-
-// Adds to `state` that of a later segment (Milakov and Gimelshein, "Online normalizer calculation
-// for softmax", 2018). One without any key that a row sees leaves that row as it is.
-TL_INLINE void fold_state(float* state, const float* later, int rows, int64_t width) {
-  alignas(64) float old_factor[kLanes], new_factor[kLanes];
-  const F32x16 before = load(state), most = larger(before, load(later));
-  const F32x16 a = power_of_two(before - most), b = power_of_two(load(later) - most);
-  store(state, most);
-  store(state + kLanes, fma(load(state + kLanes), a, load(later + kLanes) * b));
-  store(old_factor, a);
-  store(new_factor, b);
-  state += kStateHeader;
-  later += kStateHeader;
-  for (int r = 0; r < rows; r++) {
-    const F32x16 keep = broadcast(old_factor[r]), add = broadcast(new_factor[r]);
-    for (int64_t i = 0; i < width; i += kLanes, state += kLanes, later += kLanes) {
-      store(state, fma(load(state), keep, load(later) * add));
-    }
   }
 }
 

@@ -5,7 +5,7 @@
 #include <cstdlib>
 
 #include "attention.h"
-#include "attention_kernels.h"
+#include "attention_state.h"
 #include "program.h"
 
 using namespace tokenline;
@@ -14,7 +14,7 @@ namespace {
 
 // Queries and sums of a tile stay in the second-level cache beside a segment's keys and values.
 constexpr int64_t kTileFloats = 12 * 1024;
-// With fewer chunks, threads would wait for the last one.
+// Of larger shares of all work than one in so many, threads would wait for the last.
 constexpr int64_t kWantedChunks = 24;
 // Tiles become no smaller for more chunks than this: each reads all keys.
 constexpr int64_t kFewestTileRows = 24;
@@ -83,7 +83,9 @@ void TlAttentionPlan::build(const int64_t* counts) {
                      [this](const AttentionItem& a, const AttentionItem& b) {
                        return cost(a) > cost(b);
                      });
-    int64_t row_floats = 0;
+    int64_t total = 0, row_floats = 0;
+    for (const AttentionItem& item : items_) total += cost(item);
+    splits_heads_.store(kWantedChunks * cost(items_.front()) > total, std::memory_order_relaxed);
     for (const AttentionShape& shape : shapes_) row_floats = std::max(row_floats, shape.row_floats);
     rows_.grow(cu_seqlens_[num_sequences] * row_floats);
   }
@@ -94,15 +96,18 @@ void TlAttentionPlan::build(const int64_t* counts) {
 // Sized for the first op's shape; others do with it.
 int64_t TlAttentionPlan::tokens_per_tile(int64_t num_sequences) const {
   const AttentionShape& shape = shapes_.front();
+  int64_t total = 0, most_segments = 1;
+  for (int64_t i = 0; i < num_sequences; i++) {
+    const int64_t tokens = cu_seqlens_[i + 1] - cu_seqlens_[i];
+    const int32_t length = seq_lens_[sequences_ ? sequences_[i] : i];
+    const int64_t last = segment_of(length - 1) + 1;
+    const int64_t first = segment_of(length - static_cast<int32_t>(tokens)) + 1;
+    total += tokens * (first + last) / 2;
+    if (tokens > 1) most_segments = std::max(most_segments, last);
+  }
   int64_t tokens = std::max<int64_t>(1, kTileFloats / (shape.width * shape.group));
-  const auto num_chunks = [&] {
-    int64_t tiles = 0;
-    for (int64_t i = 0; i < num_sequences; i++) {
-      tiles += ceil_div(cu_seqlens_[i + 1] - cu_seqlens_[i], tokens);
-    }
-    return tiles * shape.num_kv_heads;
-  };
-  while (tokens > 1 && tokens * shape.group > kFewestTileRows && num_chunks() < kWantedChunks) {
+  while (tokens > 1 && tokens * shape.group > kFewestTileRows &&
+         kWantedChunks * tokens * most_segments > total * shape.num_kv_heads) {
     tokens = ceil_div(tokens, 2);
   }
   return tokens;

@@ -68,6 +68,8 @@ struct TlAttentionPlan {
 
   // What the numbers of chunks are made of.
   int64_t num_items() const { return num_items_.load(std::memory_order_relaxed); }
+  // Whether an item is a chunk for each KV head, or one for all of them.
+  bool splits_heads() const { return splits_heads_.load(std::memory_order_relaxed); }
   int64_t num_split() const { return num_split_.load(std::memory_order_relaxed); }
   const tokenline::AttentionItem& item(int64_t i) const { return items_[i]; }
   // Tiles that were split into parts.
@@ -104,6 +106,7 @@ struct TlAttentionPlan {
   std::vector<tokenline::AttentionItem> split_;
   std::atomic<int64_t> num_items_{0};
   std::atomic<int64_t> num_split_{0};
+  std::atomic<bool> splits_heads_{true};
   Memory partials_;
   Memory rows_;
 };
