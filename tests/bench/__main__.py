@@ -4,6 +4,7 @@ import argparse
 
 from tests.bench import (
     accuracy,
+    attention,
     kernels,
     overload,
     peers,
@@ -22,6 +23,7 @@ def main() -> None:
     overload.add_command(commands)
     structured.add_command(commands)
     accuracy.add_command(commands)
+    attention.add_command(commands)
     peers.add_command(commands)
     peers_beside.add_command(commands)
     sampling.add_command(commands)
