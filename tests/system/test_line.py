@@ -57,7 +57,7 @@ def test_the_printed_curl_streams_an_answer_that_names_paris(line: RunningLine) 
 
 def test_chat_names_paris(line: RunningLine) -> None:
     result = subprocess.run(
-        [TOKENLINE, "chat", "--temperature", "0", "What is the capital of France?"],
+        [TOKENLINE, "chat", "--temperature", "0", "Name the capital of France."],
         env=line.environment,
         capture_output=True,
         text=True,
@@ -91,7 +91,9 @@ async def test_ps_shows_a_live_request(line: RunningLine) -> None:
         body = {
             "model": models.json()["data"][0]["id"],
             "messages": [{"role": "user", "content": "Tell me a very long story."}],
-            "max_tokens": 2000,
+            # Longer than `tokenline ps` takes.
+            "max_tokens": 6000,
+            "ignore_eos": True,
         }
         async with open_stream(client, line.url, body, "shown-by-ps") as events:
             await anext(events)

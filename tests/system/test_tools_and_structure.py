@@ -63,7 +63,7 @@ def test_a_two_turn_tool_loop(client: openai.OpenAI, streams: bool) -> None:
     assert arguments["unit"] in ("celsius", "fahrenheit")
     message = asked.message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"})
     result = {"role": "tool", "tool_call_id": call.id, "content": "18 degrees, sunny"}
-    answered = ask([QUESTION, message, result], tool_choice="none")
+    answered = ask([QUESTION, message, result], tool_choice="none", stop=["."])
     assert answered.message.content
     assert not answered.message.tool_calls
 
