@@ -13,6 +13,8 @@ from engine_svc.planning.step_times import StepTimes
 _LEAST_GAIN: Final = 1.05
 # Less likely tokens are not worth thinking about.
 _LEAST_CHANCE: Final = 0.1
+# How long a step without drafts takes, by which all is measured, is found out anew so often.
+_STEPS_BETWEEN_PLAIN_ONES: Final = 32
 # Times that speak against drafts are put to the test once in so many steps, with so few drafts,
 # which are this likely.
 _STEPS_BETWEEN_TRIALS: Final = 256
@@ -24,7 +26,9 @@ class NgramDrafter:
     """Drafts for a request what followed its latest tokens when they last stood in its sequence.
 
     How much is drafted in a step is what promises the most tokens a second, by what is learned of
-    how often guesses come true and of how long steps take. Nothing but speed hangs on it.
+    how often guesses come true and of how long steps take; but no request is to lose more than a
+    few per cent of its speed, by wrong guesses of its own or by right ones of others. Nothing but
+    speed hangs on it.
     """
 
     def __init__(self, max_draft_tokens: int) -> None:
@@ -33,6 +37,10 @@ class NgramDrafter:
         self._certainty = Certainty()
         self._times = StepTimes()
         self._num_steps_declined = 0
+        self._num_steps = 0
+        self._num_drafted_in_a_row = 0
+        # Requests of the last step, and tokens with their drafts.
+        self._last_size = (1, 1)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """See `Drafter`."""
@@ -40,10 +48,18 @@ class NgramDrafter:
 
     def draft(self, requests: Sequence[Request], limit: int) -> list[Draft]:
         """See `Drafter`."""
+        self._num_steps += 1
+        last_size, self._last_size = self._last_size, (len(requests), len(requests))
         if limit <= 0 or self._times.is_empty or not self._could_pay(len(requests), limit):
             return []
-        chances = self._chances(requests, limit)
-        count = self._most_worthwhile(chances, len(requests))
+        # Of the last step, by what is known now that it was timed.
+        slowness = self._times.estimate(last_size[1]) / self._times.estimate(last_size[0])
+        chances = self._chances(requests, limit, slowness)
+        count = self._most_worthwhile(chances, requests)
+        self._num_drafted_in_a_row = self._num_drafted_in_a_row + 1 if count else 0
+        if self._num_drafted_in_a_row > _STEPS_BETWEEN_PLAIN_ONES:
+            self._num_drafted_in_a_row = count = 0
+        self._last_size = (len(requests), len(requests) + count)
         lengths: dict[int, int] = {}
         for _, place in chances[:count]:
             lengths[place] = lengths.get(place, 0) + 1
@@ -63,40 +79,56 @@ class NgramDrafter:
         self._num_steps_declined += 1
         return False
 
-    def _chances(self, requests: Sequence[Request], limit: int) -> list[tuple[float, int]]:
+    def _chances(
+        self, requests: Sequence[Request], limit: int, slowness: float
+    ) -> list[tuple[float, int]]:
         """Each token that could be drafted: (the chance that it is accepted, place of its request);
         the likeliest first, so that those of a request come in order."""
         chances = []
         for place, request in enumerate(requests):
-            room = request.max_num_draft_tokens
-            if not room:
-                continue
-            if request.repetition is None:
-                request.repetition = Repetition(self._certainty)
-            if request.repetition.follow(request.token_ids):
-                length = min(room, limit, self._max_draft_tokens)
-                for chance in request.repetition.chances(length, _LEAST_CHANCE):
+            repetition = request.repetition
+            if repetition is None:
+                repetition = request.repetition = Repetition(self._certainty)
+            repetition.account(request.token_ids, self._num_steps, slowness)
+            if repetition.follow(request.token_ids):
+                length = min(request.max_num_draft_tokens, limit, self._max_draft_tokens)
+                for chance in repetition.chances(length, _LEAST_CHANCE):
                     chances.append((chance, place))
         chances.sort(reverse=True)
         return chances[:limit]
 
-    def _most_worthwhile(self, chances: Sequence[tuple[float, int]], num_rows: int) -> int:
+    def _most_worthwhile(
+        self, chances: Sequence[tuple[float, int]], requests: Sequence[Request]
+    ) -> int:
         """With how many of the likeliest a step yields the most tokens a second; 0 for none."""
-        estimate = self._times.estimate
-        expected = float(num_rows)
-        best_count, best_rate = 0, _LEAST_GAIN * num_rows / estimate(num_rows)
-        for count, (chance, _) in enumerate(chances, 1):
-            expected += chance
-            rate = expected / estimate(num_rows + count)
-            if rate > best_rate:
+        if not chances:
+            return 0
+        estimate, num_rows = self._times.estimate, len(requests)
+        seconds = estimate(num_rows)
+        expected = [0.0] * num_rows
+        best_count, best_rate = 0, _LEAST_GAIN * num_rows
+        for count, (chance, place) in enumerate(chances, 1):
+            expected[place] += chance
+            slowness = estimate(num_rows + count) / seconds
+            rate = (num_rows + sum(expected)) / slowness
+            if rate > best_rate and slowness <= _least_patience(requests, expected):
                 best_count, best_rate = count, rate
-        if best_count or not chances or chances[0][0] < _LEAST_TRIAL_CHANCE:
+        if best_count or chances[0][0] < _LEAST_TRIAL_CHANCE:
             return best_count
         self._num_steps_declined += 1
         if self._num_steps_declined <= _STEPS_BETWEEN_TRIALS:
             return 0
         self._num_steps_declined = 0
         return min(_MAX_TRIAL_TOKENS, len(chances))
+
+
+def _least_patience(requests: Sequence[Request], num_accepted: Sequence[float]) -> float:
+    """How many times as long as without drafts the step may take for each of `requests`."""
+    return min(
+        request.repetition.patience(num)
+        for request, num in zip(requests, num_accepted, strict=True)
+        if request.repetition is not None
+    )
 
 
 def drafter_for(config: SchedulerConfig) -> NgramDrafter | None:

@@ -10,6 +10,10 @@ _OWN_RATE: Final = 0.15
 _SHARED_RATE: Final = 0.03
 # No estimate reaches 1, at which a draft would never end.
 _MOST_CERTAIN: Final = 0.98
+# What drafts, its own and others', may cost a request: in the long run no more of its speed than
+# this leaves; at once no more steps than they have saved it so far, up to a bound.
+_LEAST_SPEED: Final = 0.97
+_MOST_CREDIT: Final = 20.0
 # After so many tokens that went unseen, it is quicker to look for a repetition anew.
 _MAX_UNSEEN: Final = 64
 
@@ -46,7 +50,16 @@ class Repetition:
     no cost when drafts begin to pay, and when no longer.
     """
 
-    __slots__ = ("_certainty", "_index", "_num_matched", "_num_seen", "_shared", "_source")
+    __slots__ = (
+        "_certainty",
+        "_credit",
+        "_index",
+        "_last_step",
+        "_num_matched",
+        "_num_seen",
+        "_shared",
+        "_source",
+    )
 
     def __init__(self, shared: Certainty) -> None:
         self._shared = shared
@@ -57,6 +70,23 @@ class Repetition:
         self._source = 0
         self._num_matched = 0
         self._num_seen = 0
+        # In steps.
+        self._credit = 0.0
+        self._last_step = -2
+
+    def patience(self, num_accepted: float) -> float:
+        """How many times as long as without drafts the next step may take for this request, with so
+        many of its own drafts accepted."""
+        return self._credit + (1 + num_accepted) / _LEAST_SPEED
+
+    def account(self, token_ids: Sequence[int], step: int, slowness: float) -> None:
+        """Before `follow`: steps are counted, and the one before `step` took `slowness` times as
+        long as without drafts."""
+        if self._last_step == step - 1:
+            num_new = len(token_ids) - self._num_seen
+            credit = self._credit + num_new / _LEAST_SPEED - slowness
+            self._credit = min(credit, _MOST_CREDIT)
+        self._last_step = step
 
     def follow(self, token_ids: Sequence[int]) -> bool:
         """Takes in all tokens of the request; whether what follows them can be guessed.

@@ -8,7 +8,7 @@ from typing import Final
 # to 4, and then four to each doubling.
 _MOST_TOKENS: Final = (1, 2, 3, *(n << shift for shift in range(13) for n in (4, 5, 6, 7)))
 # How fast the estimates follow what is seen.
-_SLOWEST_RATE: Final = 0.1
+_SLOWEST_RATE: Final = 0.05
 _PACE_RATE: Final = 0.2
 # A step that was held up by something else says little.
 _MOST_SURPRISE: Final = 2.0
@@ -51,8 +51,10 @@ class StepTimes:
         self._num_seen[index] += 1
         rate = max(_SLOWEST_RATE, 1 / self._num_seen[index])
         self._tokens[index] += rate * (num_tokens - self._tokens[index])
-        self._costs[index] *= 1 + rate * (surprise - 1)
-        self._pace *= 1 + _PACE_RATE * (1 - rate) * (surprise - 1)
+        # Both move by powers of the same: so while one size is all there is, no noise can move them
+        # apart, which would make the other sizes' estimates wrong.
+        self._costs[index] *= surprise**rate
+        self._pace *= surprise ** (_PACE_RATE * (1 - rate))
 
     def estimate(self, num_tokens: int) -> float:
         """Seconds that a step of `num_tokens`, at least one, is expected to take."""

@@ -5,6 +5,7 @@ the bounds hold for every run of this test.
 """
 
 import random
+import statistics
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -61,15 +62,18 @@ def quotations(share: float, length: float) -> Text:
     return text
 
 
-def gain(text: Text, seconds_of: Callable[[int], float], num_rows: int, num_steps: int) -> float:
-    """How many times as many tokens a second `num_rows` requests get."""
+def speeds(
+    texts: Sequence[Text], seconds_of: Callable[[int], float], num_steps: int
+) -> list[float]:
+    """For a request of each text, all at once: how many times as many tokens a second it gets."""
+    num_rows = len(texts)
     rng = random.Random(num_rows)
     drafter = NgramDrafter(16)
     prompt = [rng.randrange(VOCAB_SIZE) for _ in range(PROMPT_TOKENS)]
     requests = [
         Request(row, prompt[:], PROMPT_TOKENS, SamplingParameters(10**6)) for row in range(num_rows)
     ]
-    next_token = text(rng, prompt)
+    next_tokens = [text(rng, prompt) for text in texts]
     seconds = 0.0
     for _ in range(num_steps):
         drafts = dict(drafter.draft(requests, MAX_SAMPLED_TOKENS - num_rows))
@@ -78,13 +82,15 @@ def gain(text: Text, seconds_of: Callable[[int], float], num_rows: int, num_step
         # Others use the machine too, now and then a lot of it.
         slowness = 1 + 0.1 * abs(rng.gauss(0, 1)) + 2 * (rng.random() < 0.01)
         drafter.observe(num_tokens, seconds_of(num_tokens) * slowness)
-        for place, request in enumerate(requests):
+        for place, (request, next_token) in enumerate(zip(requests, next_tokens, strict=True)):
             for draft_token_id in (*drafts.get(place, ()), None):
                 request.token_ids.append(next_token(request.token_ids))
                 if request.token_ids[-1] != draft_token_id:
                     break
-    num_gained = sum(request.num_tokens - PROMPT_TOKENS for request in requests)
-    return num_gained / num_rows * seconds_of(num_rows) / seconds
+    return [
+        (request.num_tokens - PROMPT_TOKENS) * seconds_of(num_rows) / seconds
+        for request in requests
+    ]
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -93,14 +99,25 @@ def gain(text: Text, seconds_of: Callable[[int], float], num_rows: int, num_step
 def test_it_costs_next_to_nothing_where_it_does_not_pay(
     text: Text, num_rows: int, machine: str
 ) -> None:
-    assert gain(text, MACHINES[machine], num_rows, 1600 // (num_rows + 3)) > 0.97
+    found = speeds([text] * num_rows, MACHINES[machine], 1600 // (num_rows + 3))
+    assert statistics.mean(found) > 0.97
+    assert min(found) > 0.95
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("num_others", [1, 3, 15])
+def test_nobody_pays_for_the_quotations_of_others(num_others: int, machine: str) -> None:
+    texts = [noise] * num_others + [quotations(0.2, 50)] * num_others
+    found = speeds(texts, MACHINES[machine], 300 if num_others > 3 else 600)
+    assert min(found) > 0.95
+    assert statistics.mean(found[num_others:]) > 0.98
 
 
 @pytest.mark.parametrize(
     ("machine", "num_rows", "least_gain"),
     [
         ("reads weights", 1, 3.0),
-        ("reads weights", 16, 1.5),
+        ("reads weights", 16, 1.25),
         ("is balanced", 1, 2.0),
         ("is balanced", 4, 1.3),
         ("does single rows well", 1, 1.8),
@@ -111,4 +128,6 @@ def test_it_costs_next_to_nothing_where_it_does_not_pay(
     ],
 )
 def test_quotations_are_faster(machine: str, num_rows: int, least_gain: float) -> None:
-    assert gain(quotations(0.2, 50), MACHINES[machine], num_rows, 200) > least_gain
+    found = speeds([quotations(0.2, 50)] * num_rows, MACHINES[machine], 200)
+    assert statistics.mean(found) > least_gain
+    assert min(found) > 0.95
