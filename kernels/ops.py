@@ -255,6 +255,7 @@ class Kernels(ABC):
         top_p: Tensor,
         seeds: Tensor,
         positions: Tensor,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Chooses a token for each row of logits, float32 [n, V] -> ids [n].
 
@@ -267,6 +268,7 @@ class Kernels(ABC):
         temperature + gumbel) (Maddison et al., 2014), with the noise of kernels/noise.py: a pure
         function of (seed, position, token id). temperature, min_p, top_p float32 [n]; top_k, seeds,
         positions int64 [n].
+        With `out`, int64 [n], that is where the ids go.
         """
 
     @abstractmethod

@@ -204,6 +204,7 @@ class ReferenceKernels(Kernels):
         top_p: Tensor,
         seeds: Tensor,
         positions: Tensor,
+        out: Tensor | None = None,
     ) -> Tensor:
         noise = gumbel_noise(seeds, positions, logits.shape[1]).double()
         rows = []
@@ -215,7 +216,7 @@ class ReferenceKernels(Kernels):
                 logits[i], float(temperature[i]), float(min_p[i]), int(top_k[i]), float(top_p[i])
             )
             rows.append(torch.argmax(torch.log(probabilities) + noise[i]))
-        return torch.stack(rows)
+        return torch.stack(rows, out=out)
 
     def token_logprobs(
         self, logits: Tensor, chosen: Tensor, num_top: int

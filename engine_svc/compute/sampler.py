@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from engine_svc.compute.sampling_rows import SamplingInputs, WantedLogprobs
@@ -36,9 +37,18 @@ class Sampler:
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
+        # While the same rows go on, their inputs are the same, and their tokens go to the same
+        # place.
+        self._inputs: SamplingInputs | None = None
+        self._token_ids = torch.empty(0, dtype=torch.int64)
 
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> SampledBatch:
-        """logits float32 [s, vocab_size], raw; overwritten where options change them."""
+        """logits float32 [s, vocab_size], raw; overwritten where options change them.
+
+        The next call with the same inputs overwrites the result's `token_ids`.
+        """
+        if inputs is not self._inputs:
+            self._inputs, self._token_ids = inputs, torch.empty_like(inputs.positions)
         raw = None if inputs.logprobs is None else _raw_rows(logits, inputs)
         self._edit(logits, inputs)
         token_ids = self._kernels.sample(
@@ -49,11 +59,13 @@ class Sampler:
             top_p=inputs.top_p,
             seeds=inputs.seeds,
             positions=inputs.positions,
+            out=self._token_ids,
         )
-        errors: list[SamplingError | None] = [None] * len(logits)
-        if _UNUSABLE in token_ids.tolist():
+        ids = token_ids.tolist()
+        errors: list[SamplingError | None] = [None] * len(ids)
+        if _UNUSABLE in ids:
             _reject_rows(logits, inputs, token_ids, errors)
-        logprobs: list[TokenLogprobs | None] = [None] * len(logits)
+        logprobs: list[TokenLogprobs | None] = [None] * len(ids)
         if inputs.logprobs is not None and raw is not None:
             self._list_logprobs(raw, token_ids, inputs.logprobs, logprobs)
         return SampledBatch(token_ids, logprobs, errors)

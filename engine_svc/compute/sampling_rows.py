@@ -148,7 +148,7 @@ class SamplingRows:
         """What stays as it is while the same rows go on, with `_positions` for positions."""
         if len(rows) > len(self._positions):
             self._positions = np.zeros(len(rows), np.int64)
-        temperature, min_p, top_p = torch.from_numpy(self._filters[:, rows])
+        temperature, min_p, top_p = torch.from_numpy(self._filters.take(rows, axis=1))
         return SamplingInputs(
             temperature=temperature,
             min_p=min_p,

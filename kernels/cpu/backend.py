@@ -156,8 +156,10 @@ class CpuKernels(Kernels):
         top_p: Tensor,
         seeds: Tensor,
         positions: Tensor,
+        out: Tensor | None = None,
     ) -> Tensor:
-        return sampling.sample(logits, temperature, min_p, top_k, top_p, seeds, positions)
+        ids = sampling.sample(logits, temperature, min_p, top_k, top_p, seeds, positions)
+        return ids if out is None else out.copy_(ids)
 
     def token_logprobs(
         self, logits: Tensor, chosen: Tensor, num_top: int
