@@ -6,7 +6,7 @@ from typing import Final
 from engine_svc.planning.ngram_index import NgramIndex
 
 # How fast an estimate follows what is seen, for one request and for all.
-_OWN_RATE: Final = 0.15
+_OWN_RATE: Final = 0.25
 _SHARED_RATE: Final = 0.03
 # No estimate reaches 1, at which a draft would never end.
 _MOST_CERTAIN: Final = 0.98
