@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 GROUP_COLUMNS = 32
+# Quantised: two bytes a column.
+GROUP_BYTES = 64
 _ALIGNMENT = 64
 # Floats: more than any program needs.
 _SPACE = 1 << 44
@@ -43,7 +45,7 @@ class Buffer:
         num_bytes = self.values_bytes
         if self.is_quantised:
             num_groups = self.num_rows * self._num_groups
-            num_bytes += _align(num_groups * GROUP_COLUMNS) + 2 * _align(num_groups * 4)
+            num_bytes += _align(num_groups * GROUP_BYTES) + 2 * _align(num_groups * 4)
         return num_bytes
 
     def place(self, address: int) -> None:
@@ -53,7 +55,7 @@ class Buffer:
         if self.is_quantised:
             num_groups = self.num_rows * self._num_groups
             self.quantised = address + self.values_bytes
-            self.scales = self.quantised + _align(num_groups * GROUP_COLUMNS)
+            self.scales = self.quantised + _align(num_groups * GROUP_BYTES)
             self.sums = self.scales + _align(num_groups * 4)
 
 

@@ -245,9 +245,10 @@ def random_rows(num_rows: int, columns: int) -> tuple[library.Rows, tuple[np.nda
     """Activations in every form, and the arrays that hold them."""
     random = np.random.default_rng(1)
     values = random.standard_normal((num_rows, columns), np.float32)
-    quantised = random.integers(-127, 128, (num_rows, columns)).astype(np.int8)
+    quantised = random.integers(-127, 128, (num_rows, 2, columns)).astype(np.int8)
     scales = np.full((num_rows, columns // GROUP), 0.01, np.float32)
-    sums = scales * quantised.reshape(num_rows, -1, GROUP).sum(-1, dtype=np.float32)
+    high, low = quantised.astype(np.float32).swapaxes(0, 1)
+    sums = scales * (255 * high + low).reshape(num_rows, -1, GROUP).sum(-1, dtype=np.float32)
     arrays = (values, quantised, scales, sums)
     addresses = [array.ctypes.data for array in arrays]
     return library.Rows(addresses[0], columns, *addresses[1:]), arrays

@@ -12,6 +12,8 @@ from kernels.cpu.library import Matrix, Rows, available, best, load
 from kernels.cpu.native_sampling import NativeSampling
 
 _GROUP = 32
+# Quantised values are 255 · high + low.
+_HALF_BASE = 255
 
 
 def runnable_instruction_sets() -> list[str]:
@@ -39,11 +41,14 @@ def aligned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 class QuantisedRows:
-    """Memory for the quantised form of activations [rows, width]."""
+    """Memory for the quantised form of activations [rows, width].
+
+    `quantised` [rows, 2, groups · 32] holds the high halves, then the low ones.
+    """
 
     def __init__(self, num_rows: int, width: int) -> None:
         groups = -(-width // _GROUP)
-        self.quantised = torch.zeros(num_rows, groups * _GROUP, dtype=torch.int8)
+        self.quantised = torch.zeros(num_rows, 2, groups * _GROUP, dtype=torch.int8)
         self.scales = torch.zeros(num_rows, groups)
         self.sums = torch.zeros(num_rows, groups)
 
@@ -57,7 +62,8 @@ class QuantisedRows:
         )
 
     def dequantised(self) -> Tensor:
-        groups = self.quantised.float().unflatten(1, (-1, _GROUP))
+        high, low = self.quantised.float().unbind(1)
+        groups = (_HALF_BASE * high + low).unflatten(1, (-1, _GROUP))
         return (groups * self.scales[..., None]).flatten(1)
 
 

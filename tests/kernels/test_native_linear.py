@@ -192,7 +192,8 @@ class Activations:
         if not is_quantised:
             return self.values.astype(np.float64)
         num_rows, columns = self.values.shape
-        groups = self.quantised.reshape(num_rows, -1, GROUP).astype(np.float64)
+        high, low = self.quantised.astype(np.float64).swapaxes(0, 1)
+        groups = (255 * high + low).reshape(num_rows, -1, GROUP)
         return (groups * self.scales[..., None]).reshape(num_rows, -1)[:, :columns]
 
 
@@ -202,11 +203,14 @@ def quantised(values: np.ndarray) -> Activations:
     padded = np.zeros((num_rows, -(-columns // GROUP), GROUP), np.float32)
     padded.reshape(num_rows, -1)[:, :columns] = values
     most = np.abs(padded).max(-1)
-    scales = most / np.float32(127)
-    inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 0)
+    scales = most / np.float32(32512)
+    inverse = np.divide(np.float32(32512), most, out=np.zeros_like(most), where=most > 0)
     steps = np.rint(padded * inverse[..., None])
     sums = scales * steps.sum(-1, dtype=np.float32)
-    return Activations(values, steps.astype(np.int8).reshape(num_rows, -1), scales, sums)
+    steps = steps.reshape(num_rows, -1)
+    high = np.rint(steps / 255)
+    halves = np.stack([high, steps - 255 * high], 1).astype(np.int8)
+    return Activations(values, halves, scales, sums)
 
 
 def random_activations(num_rows: int, columns: int, seed: int = 1) -> Activations:
@@ -217,7 +221,7 @@ def empty_activations(num_rows: int, columns: int) -> Activations:
     groups = columns // GROUP
     return Activations(
         np.empty((num_rows, columns), np.float32),
-        np.empty((num_rows, columns), np.int8),
+        np.empty((num_rows, 2, columns), np.int8),
         np.empty((num_rows, groups), np.float32),
         np.empty((num_rows, groups), np.float32),
     )
@@ -442,7 +446,7 @@ def test_a_row_with_nan_spoils_no_other(native: Native, format_code: int) -> Non
     x = random_activations(9, columns)
     expected = linear(native, weight, x)
     x.values[4, 40], x.scales[4, 1], x.sums[4, 1] = np.nan, np.nan, np.nan
-    x.quantised[4, 32:64] = 0
+    x.quantised[4, :, 32:64] = 0
     actual = linear(native, weight, x)
     assert np.isnan(actual[4]).all()
     others = np.arange(9) != 4
@@ -462,17 +466,17 @@ def test_groups_of_zeros_add_nothing(native: Native, format_code: int) -> None:
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_largest_values_do_not_overflow(native: Native, sign: int) -> None:
-    x = quantised(np.full((5, 64), sign * 127, np.float32))
+    x = quantised(np.full((5, 64), sign * 32512, np.float32))
     four_bit = np.zeros((16, 2, 20), np.uint8)
     four_bit[..., :2] = np.ones(1, np.float16).view(np.uint8)
     four_bit[..., 4:] = 0xFF
     weight = pack(native, Q4, SOURCE_Q4_1, four_bit.reshape(16, -1), 64)
-    assert np.all(linear(native, weight, x) == sign * 64 * 15 * 127)
+    assert np.all(linear(native, weight, x) == sign * 64 * 15 * 32512)
     eight_bit = np.zeros((16, 2, 34), np.uint8)
     eight_bit[..., :2] = np.ones(1, np.float16).view(np.uint8)
     eight_bit[..., 2:] = 0x80
     weight = pack(native, Q8, SOURCE_Q8_0, eight_bit.reshape(16, -1), 64)
-    assert np.all(linear(native, weight, x) == -sign * 64 * 128 * 127)
+    assert np.all(linear(native, weight, x) == -sign * 64 * 128 * 32512)
 
 
 # ---------------------------------------------------------------------------------- gated linear

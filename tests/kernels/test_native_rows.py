@@ -94,10 +94,12 @@ def quantised_plainly(x: Tensor) -> QuantisedRows:
     groups = torch.nn.functional.pad(x, (0, -width % GROUP)).unflatten(1, (-1, GROUP))
     most = groups.abs().amax(-1)
     is_small = most < 1e-30
-    inverse = torch.where(is_small, 0.0, torch.tensor(127.0) / most)
+    inverse = torch.where(is_small, 0.0, torch.tensor(32512.0) / most)
     rounded = torch.round(groups * inverse[..., None])
-    expected.quantised[:] = rounded.flatten(1).to(torch.int8)
-    expected.scales[:] = torch.where(is_small, 0.0, most / torch.tensor(127.0))
+    high = torch.round(rounded.flatten(1) / 255)
+    low = rounded.flatten(1) - 255 * high
+    expected.quantised[:] = torch.stack([high, low], 1).to(torch.int8)
+    expected.scales[:] = torch.where(is_small, 0.0, most / torch.tensor(32512.0))
     expected.sums[:] = expected.scales * rounded.sum(-1)
     return expected
 
@@ -161,7 +163,7 @@ def test_what_is_not_finite_spoils_its_group_alone(ops, wrong) -> None:
     assert spoilt.scales[2, 1].isnan()
     assert spoilt.sums[2, 1].isnan()
     spoilt.scales[2, 1], spoilt.sums[2, 1] = clean.scales[2, 1], clean.sums[2, 1]
-    spoilt.quantised[2, 32:64] = clean.quantised[2, 32:64]
+    spoilt.quantised[2, :, 32:64] = clean.quantised[2, :, 32:64]
     assert_same(spoilt, clean)
 
 

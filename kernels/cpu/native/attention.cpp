@@ -52,10 +52,8 @@ void write_results(const AttentionOp& op, const AttentionItem& tile, int64_t hea
     }
     if (!op.out.quantised || op.quantises_rows) continue;
     for (int64_t g = 0; g < heads_groups; g++) {
-      const int64_t place = (token * op.num_heads + query_head) * heads_groups + g;
-      quantise_group(part(g * kGroup), part(g * kGroup + kLanes),
-                     op.out.quantised + place * kGroup, op.out.scales + place,
-                     op.out.sums + place);
+      quantise_group(op.out, token, query_head * heads_groups + g, op.num_heads * heads_groups,
+                     part(g * kGroup), part(g * kGroup + kLanes));
     }
   }
 }

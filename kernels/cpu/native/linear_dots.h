@@ -3,8 +3,8 @@
 // The only part of a linear layer that is written per instruction set: sums of integers are exact,
 // so that every way to them gives the same bits. Each build says how much of it fits registers:
 //
-//   kRowsPerTile      rows of activations that share one read of the weights
-//   kOffsetsInt8      int8 weights are taken as unsigned, w + 128, and the sums start at -128 · Σx
+//   kRowsPerTile      rows of int8 that share one read of the weights: two for one of activations
+//   kOffsetsInt8      int8 weights are taken as unsigned, w + 128; the sums start at -128 · Σx
 //
 // `sums` come as what the dot products are to be added to: zeros, but for kOffsetsInt8.
 #pragma once
@@ -17,7 +17,7 @@
 #endif
 
 // Loops over registers, which must be gone before the compiler allots these.
-#define TL_UNROLL _Pragma("GCC unroll 8")
+#define TL_UNROLL _Pragma("GCC unroll 16")
 
 namespace tokenline {
 
@@ -31,7 +31,7 @@ struct GroupRows {
 
 #if defined(TL_AVX512)
 
-constexpr int kRowsPerTile = 8, kFloatRowsPerTile = 8;
+constexpr int kRowsPerTile = 16, kFloatRowsPerTile = 8;
 constexpr bool kOffsetsInt8 = true;
 
 TL_INLINE __m512i broadcast_quad(const int8_t* p) {

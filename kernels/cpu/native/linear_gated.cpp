@@ -54,9 +54,7 @@ class GatedStage : public LinearStage<Format> {
       store(place + kLanes, second);
     }
     if (out_.quantised) {
-      const int64_t place = row * (this->weight().rows / 2 / kGroup) + group;
-      quantise_group(first, second, out_.quantised + place * kGroup, out_.scales + place,
-                     out_.sums + place);
+      quantise_group(out_, row, group, this->weight().rows / 2 / kGroup, first, second);
     }
   }
 

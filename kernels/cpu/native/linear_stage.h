@@ -126,8 +126,8 @@ class LinearStage : public Stage {
     }
   }
 
-  // -128 · Σq, where `sums` are scale · Σq: the quotient is a rounding away from an integer below
-  // 4065. A scale of zero or NaN gives zero, whose product with that scale is right.
+  // -128 · Σq, where `sums` are scale · Σq: the quotient is a rounding away from an integer of at
+  // most 21 bits. A scale of zero or NaN gives zero, whose product with that scale is right.
   static void find_offsets(const QuantisedRows& x, int64_t size, int32_t* offsets) {
     I32x16 most = broadcast_int(0);
     for (int64_t i = 0; i < size; i += kLanes) {
@@ -144,7 +144,9 @@ class LinearStage : public Stage {
   static void count_offsets(const QuantisedRows& x, int64_t size, int32_t* offsets) {
     for (int64_t i = 0; i < size; i++) {
       offsets[i] = 0;
-      for (int64_t k = 0; k < kGroup; k++) offsets[i] -= 128 * x.quantised[i * kGroup + k];
+      const int8_t* high = x.quantised + (i / x.groups * 2 * x.groups + i % x.groups) * kGroup;
+      const int8_t* low = high + x.groups * kGroup;
+      for (int64_t k = 0; k < kGroup; k++) offsets[i] -= 128 * (kHalfBase * high[k] + low[k]);
     }
   }
 

@@ -3,17 +3,19 @@
 // An output is one chain of float operations, in the order of its columns' groups, whatever the
 // tile: so a row's result depends neither on the rows that come with it nor on the build.
 //
-//   quantised   y = fma(dot of integers, scale · x's scale, y); y = fma(minimum, x's sum, y)
+//   quantised   y = fma(dot of integers, scale · x's scale, y); y = fma(minimum, x's sum, y),
+//               where a dot is 255 · that of x's high halves + that of its low ones
 //   floats      y = fma(weight, x, y) for each column
 #pragma once
 
 #include "linear_dots.h"
 #include "panels.h"
+#include "quantise.h"
 #include "simd.h"
 
 namespace tokenline {
 
-// Rows of quantised activations, from one on.
+// Rows of quantised activations, from one on; each as its high halves and its low ones.
 struct QuantisedRows {
   const int8_t* quantised;
   const float* scales;
@@ -23,7 +25,7 @@ struct QuantisedRows {
 
   QuantisedRows from(int64_t row) const {
     const int64_t place = row * groups;
-    return {quantised + place * kGroup, scales + place, sums + place,
+    return {quantised + 2 * place * kGroup, scales + place, sums + place,
             offsets ? offsets + place : nullptr, groups};
   }
 };
@@ -49,7 +51,7 @@ TL_INLINE void fetch_ahead(const uint8_t* weights, int64_t bytes) {
 
 struct Q4Panels {
   using Rows = QuantisedRows;
-  static constexpr int kTileRows = kRowsPerTile;
+  static constexpr int kTileRows = kRowsPerTile / 2;
   static constexpr GroupLayout kLayout = group_layout(TL_Q4);
   static constexpr bool kHasMinima = true, kOffsets = false;
 
@@ -78,7 +80,7 @@ struct Q4WidePanels : Q4Panels {
 
 struct Q8Panels {
   using Rows = QuantisedRows;
-  static constexpr int kTileRows = kRowsPerTile;
+  static constexpr int kTileRows = kRowsPerTile / 2;
   static constexpr GroupLayout kLayout = group_layout(TL_Q8);
   static constexpr bool kHasMinima = false, kOffsets = kOffsetsInt8;
 
@@ -99,10 +101,12 @@ TL_INLINE void multiply(const uint8_t* panel, const QuantisedRows& x, F32x16 (&p
   for (int64_t g = 0; g < x.groups; g++) {
     const uint8_t* group = panel + g * Format::kLayout.bytes();
     fetch_ahead<R>(group, Format::kLayout.bytes());
-    I32x16 sums[R];
+    // Of a row's high halves, and of its low ones.
+    I32x16 sums[2 * R];
     TL_UNROLL
     for (int r = 0; r < R; r++) {
-      sums[r] = broadcast_int(Format::kOffsets ? x.offsets[r * x.groups + g] : 0);
+      sums[2 * r] = broadcast_int(0);
+      sums[2 * r + 1] = broadcast_int(Format::kOffsets ? x.offsets[r * x.groups + g] : 0);
     }
     Format::add_dots(group + Format::kLayout.scales,
                      {x.quantised + g * kGroup, x.groups * kGroup}, sums);
@@ -111,7 +115,8 @@ TL_INLINE void multiply(const uint8_t* panel, const QuantisedRows& x, F32x16 (&p
     for (int r = 0; r < R; r++) {
       const int64_t place = r * x.groups + g;
       const F32x16 both_scales = scale * broadcast(x.scales[place]);
-      products[r] = fma(to_float(sums[r]), both_scales, products[r]);
+      const I32x16 dot = times_half_base(sums[2 * r]) + sums[2 * r + 1];
+      products[r] = fma(to_float(dot), both_scales, products[r]);
       if (Format::kHasMinima) products[r] = fma(minimum, broadcast(x.sums[place]), products[r]);
     }
   }

@@ -80,7 +80,7 @@ TL_INLINE void write_parts(const TlRows& out, int64_t row, int64_t width, Part p
   const int64_t groups = num_groups(width);
   const int64_t whole = width / kGroup;
   for (int64_t g = 0; g < groups; g++) {
-    const int64_t column = g * kGroup, place = row * groups + g;
+    const int64_t column = g * kGroup;
     F32x16 first, second;
     if (g < whole) {
       first = part(column, int64_t{kLanes});
@@ -98,8 +98,7 @@ TL_INLINE void write_parts(const TlRows& out, int64_t row, int64_t width, Part p
         if (left > kLanes) store_some(values + column + kLanes, second, left - kLanes);
       }
     }
-    quantise_group(first, second, out.quantised + place * kGroup, out.scales + place,
-                   out.sums + place);
+    quantise_group(out, row, g, groups, first, second);
   }
 }
 

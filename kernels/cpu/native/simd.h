@@ -128,6 +128,7 @@ TL_INLINE I32x16 round_to_int(F32x16 a) { return {_mm512_cvtps_epi32(a.v)}; }
 TL_INLINE F32x16 to_float(I32x16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 TL_INLINE I32x16 broadcast_int(int32_t value) { return {_mm512_set1_epi32(value)}; }
 TL_INLINE I32x16 operator+(I32x16 a, I32x16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
+TL_INLINE I32x16 operator-(I32x16 a, I32x16 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 template <int bits>
 TL_INLINE I32x16 shift_left(I32x16 a) {
   return {_mm512_slli_epi32(a.v, bits)};
@@ -222,6 +223,9 @@ TL_INLINE I32x16 broadcast_int(int32_t value) {
 TL_INLINE I32x16 operator+(I32x16 a, I32x16 b) {
   return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)};
 }
+TL_INLINE I32x16 operator-(I32x16 a, I32x16 b) {
+  return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)};
+}
 template <int bits>
 TL_INLINE I32x16 shift_left(I32x16 a) {
   return {_mm256_slli_epi32(a.lo, bits), _mm256_slli_epi32(a.hi, bits)};
@@ -301,6 +305,10 @@ TL_INLINE F32x16 to_float(I32x16 a) { TL_EACH_LANE(F32x16, static_cast<float>(a.
 TL_INLINE I32x16 broadcast_int(int32_t value) { TL_EACH_LANE(I32x16, value) }
 TL_INLINE I32x16 operator+(I32x16 a, I32x16 b) {
   TL_EACH_LANE(I32x16, static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) +
+                                            static_cast<uint32_t>(b.v[i])))
+}
+TL_INLINE I32x16 operator-(I32x16 a, I32x16 b) {
+  TL_EACH_LANE(I32x16, static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) -
                                             static_cast<uint32_t>(b.v[i])))
 }
 template <int bits>

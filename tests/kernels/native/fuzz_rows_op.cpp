@@ -12,7 +12,7 @@ Output::Output(int64_t num_rows, int64_t width, bool has_values, bool is_quantis
       has_values_(has_values),
       is_quantised_(is_quantised),
       values_(has_values ? num_rows * width : 0),
-      quantised_(is_quantised ? num_rows * groups_ * 32 : 0),
+      quantised_(is_quantised ? num_rows * groups_ * 64 : 0),
       scales_(is_quantised ? num_rows * groups_ : 0),
       sums_(is_quantised ? num_rows * groups_ : 0) {}
 
@@ -25,7 +25,7 @@ TlRows Output::rows_from(int64_t first) const {
     rows.stride = width_;
   }
   if (is_quantised_) {
-    rows.quantised = quantised_.data() + first * groups_ * 32;
+    rows.quantised = quantised_.data() + first * groups_ * 64;
     rows.scales = scales_.data() + first * groups_;
     rows.sums = sums_.data() + first * groups_;
   }
@@ -43,7 +43,7 @@ bool Output::has_equal_row(const Output& other, int64_t row) const {
   const TlRows a = rows_from(row), b = other.rows_from(row);
   if (has_values_ && !are_equal(a.values, b.values, width_)) return false;
   if (!is_quantised_) return true;
-  return std::memcmp(a.quantised, b.quantised, static_cast<size_t>(groups_ * 32)) == 0 &&
+  return std::memcmp(a.quantised, b.quantised, static_cast<size_t>(groups_ * 64)) == 0 &&
          are_equal(a.scales, b.scales, groups_) && are_equal(a.sums, b.sums, groups_);
 }
 
@@ -52,7 +52,7 @@ void Output::copy_row(int64_t to, const Output& other, int64_t from) {
   const auto bytes = [](int64_t count) { return static_cast<size_t>(count) * sizeof(float); };
   if (has_values_) std::memcpy(a.values, b.values, bytes(width_));
   if (!is_quantised_) return;
-  std::memcpy(a.quantised, b.quantised, static_cast<size_t>(groups_ * 32));
+  std::memcpy(a.quantised, b.quantised, static_cast<size_t>(groups_ * 64));
   std::memcpy(a.scales, b.scales, bytes(groups_));
   std::memcpy(a.sums, b.sums, bytes(groups_));
 }
