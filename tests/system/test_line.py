@@ -57,7 +57,7 @@ def test_the_printed_curl_streams_an_answer_that_names_paris(line: RunningLine) 
 
 def test_chat_names_paris(line: RunningLine) -> None:
     result = subprocess.run(
-        [TOKENLINE, "chat", "--temperature", "0", "Name the capital of France."],
+        [TOKENLINE, "chat", "--temperature", "0", "What is the capital of France?"],
         env=line.environment,
         capture_output=True,
         text=True,

@@ -40,7 +40,7 @@ from tests.fakes.running_line import RunningLine
 pytestmark = pytest.mark.slow
 
 MODEL = "SmolLM2-135M-Instruct"
-QUESTION: Any = {"role": "user", "content": "Name the capital of France."}
+QUESTION: Any = {"role": "user", "content": "What is the capital of France?"}
 SCHEMA: Any = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Rome"]}},
@@ -188,7 +188,7 @@ def test_a_streamed_response_is_retrieved_by_the_other_gateway(
 ) -> None:
     one, other = clients
     asked: Any = {"model": MODEL, "temperature": 0, "max_output_tokens": 24}
-    with one.responses.stream(input="Name the capital of France.", **asked) as stream:
+    with one.responses.stream(input="What is the capital of France?", **asked) as stream:
         events = [EVENT.validate_python(event.to_dict(warnings=False)) for event in stream]
         final: Any = valid(stream.get_final_response())
     assert [event.sequence_number for event in events] == list(range(len(events)))

@@ -12,7 +12,7 @@ const [client, other] = urls.map(
   (url) => new OpenAI({ baseURL: `${url}/v1`, apiKey: "none", maxRetries: 0, timeout: 60_000 }),
 );
 
-const question = "Name the capital of France.";
+const question = "What is the capital of France?";
 const messages = [{ role: "user", content: question }];
 const city = {
   type: "object",
