@@ -4,7 +4,8 @@ from pathlib import Path
 
 from compose.embedded_redis import server_command
 from protos.wire.model_files import fingerprint, model_name
-from tests.bench.processes import Processes, free_port
+from tests.bench.processes import Processes
+from tests.fakes.ports import free_port
 
 
 def start_line(processes: Processes, model: Path, engine: list[str], engine_port: int) -> int:

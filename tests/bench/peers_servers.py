@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 
 from tests.bench.lines import start_line
-from tests.bench.processes import Processes, free_port
+from tests.bench.processes import Processes
+from tests.fakes.ports import free_port
 
 OURS = "tokenline"
 _READY_SECONDS = 300.0

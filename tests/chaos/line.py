@@ -17,8 +17,8 @@ from protos.common.v1 import common_pb2
 from protos.engine.v1 import engine_pb2, engine_pb2_grpc
 from tests.chaos.processes import Process
 from tests.chaos.relay import Relay, every, local_ports
+from tests.fakes.ports import free_port
 from tests.fakes.raw_http import Broken, exchange
-from tests.fakes.valkey import free_port
 
 SERVICES: Final = ("engine", "detok", "tokenizer", "gateway", "redis")
 START_SECONDS: Final = 90.0

@@ -20,10 +20,10 @@ from protos.wire.server import GrpcServer
 from tests.fakes.detok_line import Answer, token_bytes
 from tests.fakes.engine_script import Script
 from tests.fakes.open_calls import OpenCalls
+from tests.fakes.ports import free_port
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.scripted_tokenizer import ScriptedTokenizer
 from tests.fakes.tiny_tokenizers import byte_level
-from tests.fakes.valkey import free_port
 from tests.fakes.waiting import until
 
 IDENTITY = common_pb2.ModelIdentity(name="tiny", fingerprint="f" * 64)

@@ -12,7 +12,7 @@ import httpx2
 
 from gateway.settings import Settings
 from tests.fakes.gateway_line import until_ready
-from tests.fakes.valkey import free_port
+from tests.fakes.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -12,14 +12,9 @@ from types import TracebackType
 from typing import Self
 
 from compose.embedded_redis import server_executable
+from tests.fakes.ports import free_port
 
 _DEADLINE_SECONDS = 20.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Valkey:

@@ -15,10 +15,10 @@ from protos.tokenizer.v1 import tokenizer_pb2
 from protos.wire.errors import InvalidRequest, NotFound, RequestTimeout, Unavailable
 from tests.fakes.engine_script import Script
 from tests.fakes.gateway_line import IDENTITY, GatewayLine, eventually
+from tests.fakes.ports import free_port
 from tests.fakes.scripted_detok import DetokScript, ScriptedDetok, output, pieces
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.scripted_tokenizer import ScriptedTokenizer
-from tests.fakes.valkey import free_port
 from tests.fakes.waiting import until
 
 OTHER = common_pb2.ModelIdentity(name="other", fingerprint="0" * 64)

@@ -15,8 +15,8 @@ import pytest
 
 from gateway.http_protocol import MAX_HEAD_BYTES
 from tests.fakes.gateway_line import MODEL, GatewayLine, until_ready
+from tests.fakes.ports import free_port
 from tests.fakes.scripted_detok import pieces
-from tests.fakes.valkey import free_port
 from tests.fakes.waiting import until
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -19,7 +19,8 @@ from protos.wire.errors import StartupError, Unavailable
 from tests.chaos.relay import Relay
 from tests.fakes.gateway_line import eventually, gateway_line, whole_text
 from tests.fakes.ledgers import FakeRun, ledger_side
-from tests.fakes.valkey import Valkey, free_port
+from tests.fakes.ports import free_port
+from tests.fakes.valkey import Valkey
 from tests.fakes.waiting import until
 
 

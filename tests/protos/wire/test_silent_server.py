@@ -19,8 +19,8 @@ from protos.wire.server import GrpcServer
 from protos.wire.stream_adapter import engine_adapter
 from tests.chaos.relay import Relay
 from tests.fakes.engine_script import Script
+from tests.fakes.ports import free_port
 from tests.fakes.scripted_engine import ScriptedEngine
-from tests.fakes.valkey import free_port
 from tests.fakes.waiting import until
 
 Client = StreamClient[engine_pb2.Submit, engine_pb2.Output]
