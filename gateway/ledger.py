@@ -253,9 +253,9 @@ class Ledger:
             batch = Batch(self._redis)
             for request_id in request_ids:
                 batch.command("SET", self._keys.cancel(request_id), incarnation, "EX", ttl_seconds)
-            await batch.execute()
             for request_id in request_ids:
-                await self._redis.publish(self._keys.channel, f"{incarnation} {request_id}")
+                batch.publish(self._keys.channel, f"{incarnation} {request_id}")
+            await batch.execute()
 
     async def _take(self, request_id: str, incarnation: str, epoch: int, owner: str) -> int | None:
         attempt = secrets.token_hex(8)

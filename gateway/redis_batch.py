@@ -3,7 +3,7 @@
 import hashlib
 from typing import Any, Final
 
-from redis.asyncio import Redis
+from redis.asyncio import Redis, RedisCluster
 from redis.exceptions import (
     NoScriptError,
     ReadOnlyError,
@@ -43,6 +43,7 @@ class Batch:
         self._commands: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         # By the place of their call.
         self._scripts: dict[int, Script] = {}
+        self._messages: list[tuple[str, str]] = []
 
     def __len__(self) -> int:
         return len(self._commands)
@@ -54,6 +55,14 @@ class Batch:
     def script(self, script: Script, key: str, *arguments: Any) -> None:
         self._scripts[len(self._commands)] = script
         self._commands.append((("EVALSHA", script.digest, 1, key, *arguments), {}))
+
+    def publish(self, channel: str, message: str) -> None:
+        """To who listens, once the commands before are done."""
+        if isinstance(self._redis, RedisCluster):
+            # Its pipelines have no place for a command without a key.
+            self._messages.append((channel, message))
+        else:
+            self.command("PUBLISH", channel, message)
 
     async def execute(self) -> list[Any]:
         """The replies in order; a WrongType in the place of one is the only error among them.
@@ -70,7 +79,10 @@ class Batch:
                 source = self._scripts[place].source
                 self._commands[place] = (("EVAL", source, *arguments[2:]), options)
             replies.update(await self._send(forgotten))
-        return [await self._checked(replies[place]) for place in range(len(self._commands))]
+        checked = [await self._checked(replies[place]) for place in range(len(self._commands))]
+        for channel, message in self._messages:
+            await self._redis.publish(channel, message)
+        return checked
 
     async def _send(self, places: Any) -> dict[int, Any]:
         pipeline: Any = self._redis.pipeline(transaction=False)
