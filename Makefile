@@ -19,7 +19,7 @@ up: .venv/installed-engine ## Runs the whole line with the default model, or wit
 	@exec $(BIN)/tokenline up --port $(PORT) $(if $(MODEL),--model $(MODEL))
 
 test: .venv/installed-dev lint types ## Runs every check: lint, types, all tests.
-	@$(BIN)/python kernels/cpu/build.py --optional
+	@$(BIN)/python kernels/cpu/build.py
 	$(BIN)/python -m pytest
 
 lint: .venv/installed-dev ## Checks style and format.

@@ -1,5 +1,6 @@
-"""Fixtures that tests of several parts share; settles torch's waiting before any test loads it."""
+"""Fixtures that tests of several parts share; settles torch and gRPC before any test loads them."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,10 @@ from rich.console import Console
 import engine_svc.compute  # noqa: F401
 from compose.directories import models_directory
 from compose.model_store import DEFAULT_MODEL, ModelStore
+
+# Read when gRPC is loaded. With its handlers a child that is forked to run a program may write to
+# its stderr that a poller has lost its descriptors.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
 
 
 @pytest.fixture(scope="session")

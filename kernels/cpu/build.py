@@ -264,7 +264,10 @@ def main() -> None:
         wanted = best_here(compiler) if options.this_machine else list(instruction_sets())
         built = build(options.directory, wanted, compiler=compiler, objects=options.objects)
     except BuildError as error:
-        print(f"no compiled CPU kernels, only the slow portable ones: {error}", file=sys.stderr)
+        print(
+            f"no compiled CPU kernels, so engines compute through torch, slowly: {error}",
+            file=sys.stderr,
+        )
         sys.exit(0 if options.optional else 1)
     for name in wanted:
         if library_path(name, options.directory) not in built:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -36,19 +37,21 @@ def can_be_gated(weight: PackedWeight) -> bool:
 class Op:
     """One op on as many rows as `count` says.
 
-    `out` is the buffer it writes, in all forms that are wanted, if it writes one whole. The rest
-    says which floats it reads, and which it changes in place.
+    `out` is the buffer it writes, in all forms that are wanted, if it writes one whole. READS and
+    UPDATES name the spans whose floats it reads, and those that it changes in place.
     """
 
+    READS: ClassVar[Sequence[str]] = ()
+    UPDATES: ClassVar[Sequence[str]] = ()
     count: int
 
     @property
     def reads(self) -> Sequence[Span]:
-        return ()
+        return [getattr(self, name) for name in self.READS]
 
     @property
     def updates(self) -> Sequence[Span]:
-        return ()
+        return [getattr(self, name) for name in self.UPDATES]
 
     def add(self, to: Lowering) -> None:
         """Adds it to a program; all buffers have their memory."""
@@ -78,9 +81,7 @@ class RmsNorm(Op):
     eps: float
     out: Buffer
 
-    @property
-    def reads(self) -> Sequence[Span]:
-        return (self.x,)
+    READS: ClassVar = ("x",)
 
     def add(self, to: Lowering) -> None:
         to.library.tl_add_rms_norm(
@@ -99,13 +100,8 @@ class AddRmsNorm(Op):
     eps: float
     out: Buffer
 
-    @property
-    def reads(self) -> Sequence[Span]:
-        return (self.x,)
-
-    @property
-    def updates(self) -> Sequence[Span]:
-        return (self.residual,)
+    READS: ClassVar = ("x",)
+    UPDATES: ClassVar = ("residual",)
 
     def add(self, to: Lowering) -> None:
         to.library.tl_add_add_rms_norm(
@@ -139,9 +135,7 @@ class Quantise(Op):
     x: Span
     out: Buffer
 
-    @property
-    def reads(self) -> Sequence[Span]:
-        return (self.x,)
+    READS: ClassVar = ("x",)
 
     def add(self, to: Lowering) -> None:
         to.library.tl_add_quantise(
@@ -157,9 +151,7 @@ class SiluAndMul(Op):
     gate_up: Span
     out: Buffer
 
-    @property
-    def reads(self) -> Sequence[Span]:
-        return (self.gate_up,)
+    READS: ClassVar = ("gate_up",)
 
     def add(self, to: Lowering) -> None:
         to.library.tl_add_silu_and_mul(
@@ -179,9 +171,7 @@ class Linear(Op):
     product: Span
     adds: bool = False
 
-    @property
-    def updates(self) -> Sequence[Span]:
-        return (self.product,)
+    UPDATES: ClassVar = ("product",)
 
     def add(self, to: Lowering) -> None:
         for first, matrix in self.weight.structures():
@@ -214,9 +204,7 @@ class Rope(Op):
     head_dim: int
     rotary: Rotary
 
-    @property
-    def updates(self) -> Sequence[Span]:
-        return (self.query,)
+    UPDATES: ClassVar = ("query",)
 
     def add(self, to: Lowering) -> None:
         to.library.tl_add_rope(
@@ -235,9 +223,10 @@ class RopeAndCache(Op):
     kv_layer: KvLayer
     slot_mapping: Tensor
 
-    @property
-    def reads(self) -> Sequence[Span]:
-        return (self.key, self.value)
+    READS: ClassVar = (
+        "key",
+        "value",
+    )
 
     def add(self, to: Lowering) -> None:
         to.library.tl_add_rope_and_cache(
@@ -260,9 +249,7 @@ class Attention(Op):
     sliding_window: int
     out: Buffer
 
-    @property
-    def reads(self) -> Sequence[Span]:
-        return (self.query,)
+    READS: ClassVar = ("query",)
 
     def add(self, to: Lowering) -> None:
         to.library.tl_add_attention(

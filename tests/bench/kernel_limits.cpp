@@ -10,16 +10,18 @@
 namespace tokenline {
 namespace {
 
-// Each group of 32 columns: dot products of integers (4-bit ones unpacked, once for four rows), to
-// float, scale · scale, fma, and for a minimum one more fma.
+// Each group of 32 columns: two dot products of integers, with the halves of the activations (4-bit
+// weights unpacked once for all rows of a tile), their sum to float, scale · scale, fma, and for a
+// minimum one more fma.
 enum Mix { kDotsAlone = 0, kQ4 = 1, kQ8 = 2 };
-constexpr int kRows = 4;
 
 #if defined(TL_AVX512)
 
 using Floats = __m512;
 using Bytes = __m512i;
-constexpr int kVectors = 2;  // of 16 outputs
+// As in the kernels' tiles.
+constexpr int kVectors = 1;  // of 16 outputs
+constexpr int kRows = 8;
 
 TL_INLINE Bytes unpack_low(Bytes both) { return _mm512_and_si512(both, _mm512_set1_epi8(15)); }
 TL_INLINE Bytes shift(Bytes both) { return _mm512_srli_epi16(both, 4); }
@@ -30,14 +32,20 @@ TL_INLINE Floats add_product(Floats a, Floats b, Floats c) { return _mm512_fmadd
 struct Sums {
   Bytes v = _mm512_setzero_si512();
   TL_INLINE void add(Bytes w, Bytes x, Mix) { v = _mm512_dpbusd_epi32(v, w, x); }
-  TL_INLINE Floats floats(Mix) const { return _mm512_cvtepi32_ps(v); }
+  // 255 · these, the high halves, and the low ones.
+  TL_INLINE Floats floats(const Sums& low, Mix) const {
+    const Bytes high = _mm512_sub_epi32(_mm512_slli_epi32(v, 8), v);
+    return _mm512_cvtepi32_ps(_mm512_add_epi32(high, low.v));
+  }
 };
 
 #elif defined(TL_AVX2)
 
 using Floats = __m256;
 using Bytes = __m256i;
+// Twice the rows of a tile: with these alone, the sums would wait for each other.
 constexpr int kVectors = 1;  // of 8 outputs
+constexpr int kRows = 4;
 
 TL_INLINE Bytes unpack_low(Bytes both) { return _mm256_and_si256(both, _mm256_set1_epi8(15)); }
 TL_INLINE Bytes shift(Bytes both) { return _mm256_srli_epi16(both, 4); }
@@ -56,8 +64,13 @@ struct Sums {
       v = _mm256_add_epi16(v, _mm256_maddubs_epi16(w, x));
     }
   }
-  TL_INLINE Floats floats(Mix mix) const {
-    return _mm256_cvtepi32_ps(mix == kQ8 ? v : _mm256_madd_epi16(v, _mm256_set1_epi16(1)));
+  TL_INLINE Bytes whole(Mix mix) const {
+    return mix == kQ8 ? v : _mm256_madd_epi16(v, _mm256_set1_epi16(1));
+  }
+  // 255 · these, the high halves, and the low ones.
+  TL_INLINE Floats floats(const Sums& low, Mix mix) const {
+    const Bytes a = whole(mix), high = _mm256_sub_epi32(_mm256_slli_epi32(a, 8), a);
+    return _mm256_cvtepi32_ps(_mm256_add_epi32(high, low.whole(mix)));
   }
 };
 
@@ -76,7 +89,7 @@ TL_INLINE void renew(V& value) {
 template <Mix mix>
 TL_INLINE void multiply_group(Bytes (&weights)[kVectors], Bytes& x, Floats& scale,
                               Floats (&products)[kVectors][kRows]) {
-  Sums sums[kVectors][kRows];
+  Sums sums[kVectors][2 * kRows];
   TL_UNROLL
   for (int part = 0; part < 4; part++) {
     Bytes even[kVectors], odd[kVectors];
@@ -90,7 +103,7 @@ TL_INLINE void multiply_group(Bytes (&weights)[kVectors], Bytes& x, Floats& scal
                                                            : offset(weights[p]);
     }
     TL_UNROLL
-    for (int r = 0; r < kRows; r++) {
+    for (int r = 0; r < 2 * kRows; r++) {
       renew(x);
       TL_UNROLL
       for (int p = 0; p < kVectors; p++) {
@@ -103,10 +116,12 @@ TL_INLINE void multiply_group(Bytes (&weights)[kVectors], Bytes& x, Floats& scal
   for (int p = 0; p < kVectors; p++) {
     TL_UNROLL
     for (int r = 0; r < kRows; r++) {
-      renew(sums[p][r].v);
+      renew(sums[p][2 * r].v);
+      renew(sums[p][2 * r + 1].v);
       if (mix == kDotsAlone) continue;
       renew(scale);
-      products[p][r] = add_product(sums[p][r].floats(mix), times(scale, scale), products[p][r]);
+      const Floats dot = sums[p][2 * r].floats(sums[p][2 * r + 1], mix);
+      products[p][r] = add_product(dot, times(scale, scale), products[p][r]);
       if (mix == kQ4) products[p][r] = add_product(scale, scale, products[p][r]);
     }
   }

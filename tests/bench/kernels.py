@@ -3,8 +3,9 @@
 Every matrix is multiplied in as many copies as the caches cannot hold, as a model's layers come:
 its weights are read from memory each time. The limits are taken in the same run on as many
 threads: reading memory, and a linear layer's instructions on registers alone (kernel_limits.cpp),
-which are dot products of integers, unpacking of 4-bit weights once for four rows, and for each
-group of 32 columns the conversion to float, scale · scale and one fma (two with a minimum).
+which are two dot products of int8, for the halves of an activation's 16 bits, unpacking of 4-bit
+weights once for the rows of a tile, and for each group of 32 columns the conversion to float,
+scale · scale and one fma (two with a minimum). A weight times an activation counts once.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """GGUF files: metadata as a ModelConfig, tensors as stored or dequantised, by HF's names."""
 
 import re
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Set
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from engine_svc.compute.model import config as model_config
 from engine_svc.compute.model.config import ModelConfig, RopeConfig
 from engine_svc.compute.model.config_checks import first_given, number, size, window
-from engine_svc.compute.model.gguf_header import GgufTensor, read_gguf
+from engine_svc.compute.model.gguf_header import read_gguf
 from kernels import StoredKind, StoredMatrix
 from protos.wire.errors import StartupError
 
@@ -69,7 +69,8 @@ class GgufFile:
             raise StartupError(f"{path} is not a readable GGUF file: {_line(error)}") from error
         self.path = path
         self._metadata = header.metadata
-        self._tensors = dict(_named_tensors(header.tensors.values()))
+        named = ((hugging_face_name(tensor.name), tensor) for tensor in header.tensors.values())
+        self._tensors = {name: tensor for name, tensor in named if name is not None}
         self._rope_factors = header.tensors.get(_ROPE_FACTORS)
         try:
             if self._value("split.count", 1) > 1:
@@ -236,11 +237,10 @@ def _line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _named_tensors(tensors: Iterable[GgufTensor]) -> Iterator[tuple[str, GgufTensor]]:
-    for tensor in tensors:
-        stem, _, suffix = tensor.name.rpartition(".")
-        layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-        if layer and layer[2] in _LAYER_NAMES:
-            yield f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{suffix}", tensor
-        elif stem in _NAMES:
-            yield f"{_NAMES[stem]}.{suffix}", tensor
+def hugging_face_name(gguf_name: str) -> str | None:
+    """`model.layers.0.mlp.up_proj.weight` for `blk.0.ffn_up.weight`; None for what is no weight."""
+    stem, _, suffix = gguf_name.rpartition(".")
+    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    if layer and layer[2] in _LAYER_NAMES:
+        return f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{suffix}"
+    return f"{_NAMES[stem]}.{suffix}" if stem in _NAMES else None

@@ -34,7 +34,7 @@ TL_API int32_t tl_pool_num_threads(const TlPool*);
 
 // -------------------------------------------------------------------------------------- weights
 
-// A matrix's weights in panels of 16 rows; linear.h gives the layout of each.
+// A matrix's weights in panels of 16 rows; panels.h gives the layout of each.
 enum TlFormat {
   TL_Q4 = 0,       // 4 bits in groups of 32 columns: scale · q + minimum, both float16
   TL_Q4_WIDE = 1,  // the same with float32 scales and minima

@@ -26,8 +26,8 @@ constexpr double kSecondsBeforeSleep = 50e-6;
 
 // For what another thread does that has lost its core. Perhaps it waits for this one; else this one
 // falls idle, upon which the system looks for something to run here: a busy wait would leave that
-// thread where it is. Measured beside five light processes: 10 % more steps than yielding alone,
-// and beside one that never pauses 15 % more than sleeping alone.
+// thread where it is. Steps a second of a synthetic program: beside five light processes 106 (106
+// with sleeping alone, 96 with yielding alone), beside one that never pauses 73 (61, 68).
 template <class Condition>
 void wait_for_core(Condition is_over) {
   constexpr int kYields = 2;

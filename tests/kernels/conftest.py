@@ -1,0 +1,29 @@
+"""Each build of the native library that this machine can run, opened once."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.fakes.native_linear import Native, open_native
+from tests.fakes.native_ops import runnable_instruction_sets
+
+BUILDS = runnable_instruction_sets()
+
+
+@pytest.fixture(scope="module")
+def natives() -> Iterator[dict[str, Native]]:
+    opened = {name: open_native(name) for name in BUILDS}
+    yield opened
+    for native in opened.values():
+        native.library.tl_pool_delete(native.pool)
+
+
+@pytest.fixture(params=BUILDS)
+def native(request: pytest.FixtureRequest, natives: dict[str, Native]) -> Native:
+    return natives[request.param]
+
+
+@pytest.fixture
+def random() -> np.random.Generator:
+    return np.random.default_rng(0)
