@@ -4,6 +4,7 @@ import torch
 
 from kernels.config import KernelConfig
 from kernels.cpu.selection import select_cpu_kernels
+from kernels.gpu.selection import select_gpu_kernels
 from kernels.ops import (
     AttentionPlan,
     CapturedRun,
@@ -36,6 +37,9 @@ def select_kernels(device: torch.device, config: KernelConfig | None = None) -> 
 
     Raises ValueError for what this machine or this build does not have.
     """
+    config = config or KernelConfig()
+    if device.type == "cuda" or config.implementation == "triton":
+        return select_gpu_kernels(device, config)
     if device.type != "cpu":
         raise ValueError(f"no kernels for device {device}")
-    return select_cpu_kernels(config or KernelConfig())
+    return select_cpu_kernels(config)

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-WEIGHTS = ("auto", "int8", "bfloat16", "float32")
-KV_TYPES = ("auto", "float16", "float32", "int8")
-IMPLEMENTATIONS = ("auto", "torch", "portable", "avx2", "avx512", "neon")
+WEIGHTS = ("auto", "int8", "fp8", "bfloat16", "float32")
+KV_TYPES = ("auto", "bfloat16", "float16", "float32", "fp8", "int8")
+IMPLEMENTATIONS = ("auto", "torch", "portable", "avx2", "avx512", "neon", "triton")
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,12 +12,16 @@ class KernelConfig:
     """One of the names above each; "auto" leaves the choice to `select_kernels`.
 
     `weights` are what linear layers compute with. `auto` keeps 4- and 8-bit weights as a file has
-    them and makes int8 of all others, where the implementation can compute with these. `kv` is
-    what keys and values are held in. `implementation` is torch's own ops, or the native library by
-    the instruction set it was compiled for. `num_threads` are those that a native one has.
+    them where the implementation can compute with these; of all others the CPU's native library
+    makes int8, and a GPU bfloat16. `kv` is what keys and values are held in. `implementation` is
+    torch's own ops, the native library by the instruction set it was compiled for, or Triton's
+    kernels, which on the CPU run in its interpreter. `num_threads` are those that a native one has.
+    With `batch_invariant` a row's result does not depend on the rest of the batch on a GPU either,
+    which costs speed; on the CPU it never does.
     """
 
     weights: str = "auto"
     kv: str = "auto"
     implementation: str = "auto"
     num_threads: int = 1
+    batch_invariant: bool = False

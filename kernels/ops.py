@@ -2,9 +2,10 @@
 
 Kernels know no requests: a batch is flat tensors, its sequences laid end to end. `T` is the number
 of tokens of a batch, `n` of its sequences, `V` of the vocabulary. Unless said otherwise floating
-tensors have the backend's `dtype`, ids, indices and positions are int32 or int64, sums run in
-float32 at least, and results are new tensors. A row's result never depends on which other rows are
-in the batch.
+tensors have the backend's `dtype`, all lie on its `device`, ids, indices and positions are int32 or
+int64, and sums run in float32 at least. Results are new tensors, or lie in the backend's own memory
+until the same op was called twice more with that width. A row's result never depends on which other
+rows are in the batch; on a GPU only where that is asked for (`KernelConfig.batch_invariant`).
 """
 
 from abc import ABC, abstractmethod
@@ -53,6 +54,8 @@ class CapturedRun(Protocol):
 class Kernels(ABC):
     """One backend's implementation of every op."""
 
+    # Where all tensors lie that ops are given.
+    device: torch.device = torch.device("cpu")
     # The type of activations, norms and biases.
     dtype: torch.dtype
     # What `pack_linear` and `pack_embedding` take as stored; anything else comes as floats.
@@ -124,6 +127,10 @@ class Kernels(ABC):
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """x [T, in] -> x weightᵀ + bias [T, out]."""
 
+    def logits(self, x: Tensor, head: PackedLinear) -> Tensor:
+        """`linear`, its result in float32 -> [T, out]; the next call may overwrite it."""
+        return self.linear(x, head).float()
+
     @abstractmethod
     def embedding(self, ids: Tensor, table: PackedEmbedding) -> Tensor:
         """Rows `ids` [T] of `table` [rows, width] -> [T, width]."""
@@ -169,7 +176,8 @@ class Kernels(ABC):
         dim / 2 angles, then sin. The halves (a, b) of a head become (a cos - b sin, b cos + a sin)
         (Su et al., 2021). With query_norm and key_norm [dim] each head is rms-normalised first.
         Token i of `key` goes to slot slot_mapping[i] of kv_layer, where
-        slot = block · block_size + offset; slots are distinct. May overwrite query and key.
+        slot = block · block_size + offset; slots are distinct. May overwrite query and key. On a
+        GPU a slot of -1 is padding: nothing is written for that token.
         """
 
     @abstractmethod
@@ -187,7 +195,9 @@ class Kernels(ABC):
         the last tokens of its seq_lens[i] tokens. Its tokens lie in the blocks
         block_table[i, : ceil(seq_lens[i] / block_size)]; entries beyond may hold anything.
         cu_seqlens [n + 1], seq_lens [n], block_table [n, max_blocks]. With `rows` [n], the length
-        and blocks of sequence i are in row rows[i] of seq_lens and block_table instead.
+        and blocks of sequence i are in row rows[i] of seq_lens and block_table instead. On a GPU
+        none of these may change before the plan was last used, and a sequence of length 0 is
+        padding: its queries get zeros.
         """
 
     @abstractmethod

@@ -13,6 +13,8 @@ _TORCH_DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": to
 
 def select_cpu_kernels(config: KernelConfig) -> Kernels:
     """Raises ValueError in one line for what cannot be had."""
+    if "fp8" in (config.weights, config.kv):
+        raise ValueError("the CPU's kernels do not compute with fp8")
     if config.implementation == "torch":
         return _torch_kernels(config)
     try:
@@ -42,6 +44,8 @@ def _native_kernels(config: KernelConfig, build: str) -> NativeKernels:
     kv = config.kv
     if kv == "auto":
         kv = "float32" if config.weights == "float32" else "float16"
+    elif kv == "bfloat16":
+        raise ValueError("the native kernels hold KV in float16, float32 or int8")
     return NativeKernels(library.load(build), config.num_threads, config.weights, kv)
 
 

@@ -4,7 +4,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import triton
+
+from kernels.gpu.kv_cache import KvFormat
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShapes:
+    """What of a model its kernels are compiled for: each op's `variants` makes its forms of it."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    block_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    kv_format: KvFormat = KvFormat.BFLOAT16
+    sliding_window: int = 0
+    qk_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
