@@ -79,6 +79,13 @@ class Kernels(ABC):
         """
         return None
 
+    def keep_addresses(self) -> None:
+        """To be called before a device's graph of ops is captured, once the largest step has run.
+
+        From then on memory that results were in is not given back, even where a larger step needs
+        other memory: a graph goes on to use it.
+        """
+
     @abstractmethod
     def pack_linear(
         self, parts: Sequence[Tensor | StoredMatrix], bias: Tensor | None = None

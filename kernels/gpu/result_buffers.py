@@ -55,7 +55,9 @@ class ResultBuffers:
         return buffer[:size].view(shape)
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self._device)
+        # A tensor made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _let_go(self, *buffers: Tensor) -> None:
         if self._outgrown is not None:
