@@ -24,6 +24,8 @@ class SchedulerConfig:
     prefix_cache: bool = True
     # Of one request in one step; 0 for no speculation.
     max_draft_tokens: int = 0
+    # 2 to plan a step while the one before it runs. Then there is no speculation.
+    max_steps_in_flight: int = 1
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -31,6 +33,8 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs})"
             )
+        if self.max_steps_in_flight not in (1, 2):
+            raise ValueError(f"max_steps_in_flight is 1 or 2, not {self.max_steps_in_flight}")
 
     @property
     def max_num_sampled_tokens(self) -> int:

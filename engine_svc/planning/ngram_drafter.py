@@ -132,5 +132,8 @@ def _least_patience(requests: Sequence[Request], num_accepted: Sequence[float]) 
 
 
 def drafter_for(config: SchedulerConfig) -> NgramDrafter | None:
-    """None where the limits leave no room for drafts."""
-    return NgramDrafter(config.max_draft_tokens) if config.max_draft_tokens else None
+    """None where the limits leave no room for drafts, or steps are planned before the tokens that
+    drafts would have to follow are known."""
+    if not config.max_draft_tokens or config.max_steps_in_flight > 1:
+        return None
+    return NgramDrafter(config.max_draft_tokens)

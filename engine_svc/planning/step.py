@@ -6,6 +6,10 @@ plan can be broadcast to several ranks. A *row* is a place in the running batch,
 so compute can keep what belongs to a row (token ids, sampling parameters, block table) between
 steps and is sent only what changed.
 
+A plan may be made while the step before it, the one *in flight*, still runs. Then some tokens that
+its rows compute are known to compute alone: those that the step in flight samples. Plans are
+computed in the order in which they were made.
+
 What exists once per row and step is a named tuple: those are made several times faster than frozen
 dataclasses (0.26 against 0.66 µs), and Python's part of a step is counted in microseconds.
 """
@@ -13,7 +17,7 @@ dataclasses (0.26 against 0.66 µs), and Python's part of a step is counted in m
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 
 class GrammarForm(StrEnum):
@@ -157,3 +161,19 @@ class StepResult:
 
     sampled: Sequence[SampledToken] = ()
     prompt_logprobs: Sequence[PromptLogprobs] = ()
+
+
+class PendingStep(Protocol):
+    """A step that compute has been given, and may still be at work on."""
+
+    def wait(self) -> StepResult:
+        """Called once, in the order of launches; raises when the step failed."""
+
+
+class ComputedStep(NamedTuple):
+    """A step that was computed when it was launched."""
+
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        return self.result
