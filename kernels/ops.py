@@ -85,6 +85,7 @@ class Kernels(ABC):
         From then on memory that results were in is not given back, even where a larger step needs
         other memory: a graph goes on to use it.
         """
+        return None
 
     @abstractmethod
     def pack_linear(

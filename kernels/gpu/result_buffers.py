@@ -41,7 +41,9 @@ class ResultBuffers:
         if pair is None or len(pair.buffers[0]) < rows:
             if pair is not None:
                 self._let_go(*pair.buffers)
-            pair = self._pairs[key] = _Pair([self._empty(rows, width, dtype=dtype) for _ in range(2)])
+            pair = self._pairs[key] = _Pair(
+                [self._empty(rows, width, dtype=dtype) for _ in range(2)]
+            )
         return pair.next()[:rows]
 
     def scratch(self, purpose: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
