@@ -31,6 +31,11 @@ class KvFormat(StrEnum):
         return _DTYPES[self]
 
     @property
+    def stored_dtype(self) -> torch.dtype:
+        """As kernels write it: fp8 as its bits, which every device can write."""
+        return torch.uint8 if self is KvFormat.FP8 else self.dtype
+
+    @property
     def has_scales(self) -> bool:
         return self in (KvFormat.FP8, KvFormat.INT8)
 
@@ -80,6 +85,10 @@ class GpuKvLayer:
     @property
     def head_dim(self) -> int:
         return self.data.shape[4]
+
+    def stored(self) -> Tensor:
+        """`data` with elements of `format.stored_dtype`."""
+        return self.data.view(self.format.stored_dtype)
 
 
 class GpuKvCache:
