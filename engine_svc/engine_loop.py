@@ -1,4 +1,4 @@
-"""The engine's thread: take commands, schedule, execute, commit, publish; asleep while idle."""
+"""The engine's thread: take commands, schedule, launch, land, commit, publish; asleep when idle."""
 
 import asyncio
 import logging
@@ -9,40 +9,22 @@ import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 from engine_svc.planning.errors import RequestRefused
 from engine_svc.planning.limits import SchedulerLoad
 from engine_svc.planning.request import Finish, FinishReason, Request, RequestOutput
 from engine_svc.planning.scheduler import Scheduler
-from engine_svc.planning.step import StepPlan, StepResult
 from engine_svc.planning.step_profile import StepProfile
+from engine_svc.step_runner import Executor, StepRunner
 from engine_svc.step_watchdog import StepHangs, StepWatchdog
 from protos.wire.errors import InternalError, Unavailable
 
 logger = logging.getLogger(__name__)
 
-# A step may fail for its requests' sake; this many in a row mean that nothing works any more.
-_MAX_FAILED_STEPS_IN_A_ROW: Final = 3
 # Deliveries that the event loop has yet to make; at so many the thread waits for it. Otherwise
 # steps that are quicker than their delivery would keep the loop from reading even an abort.
 _MAX_UNDELIVERED: Final = 8
-
-
-class Executor(Protocol):
-    """The compute half of the engine, as this half sees it."""
-
-    @property
-    def num_blocks(self) -> int: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Computes a step. After an exception the rows of the plan hold nothing of use."""
 
 
 def engine_thread() -> ThreadPoolExecutor:
@@ -57,6 +39,9 @@ def engine_thread() -> ThreadPoolExecutor:
 
 class EngineLoop:
     """Runs a scheduler and an executor on `thread`, whole. An async context manager.
+
+    Where two steps may be in flight, the one after that which runs is planned and launched before
+    its results are waited for, so that they are taken in and published while the next one runs.
 
     `deliver` is called on the event loop with the outputs of a step, `on_failure` when the engine
     cannot go on: then all requests have failed, `failure` says why, and only a new process helps.
@@ -75,7 +60,6 @@ class EngineLoop:
         profile: StepProfile | None = None,
     ) -> None:
         self._scheduler = scheduler
-        self._executor = executor
         self._deliver = deliver
         self._on_failure = on_failure
         # Run by the thread between steps, in order; what they return is published.
@@ -83,10 +67,10 @@ class EngineLoop:
         self._undelivered = threading.Semaphore(_MAX_UNDELIVERED)
         self._load = scheduler.load
         self._stopping = False
-        self._num_failed_steps_in_a_row = 0
         self._thread = thread
         self._running: Future[None] | None = None
         self._watchdog = StepWatchdog(step_timeout_seconds)
+        self._steps = StepRunner(executor, scheduler.max_steps_in_flight, self._watchdog)
         self._profile = profile or StepProfile()
         self._watching: asyncio.Task[None] | None = None
         self.failure: Exception | None = None
@@ -152,11 +136,11 @@ class EngineLoop:
             while True:
                 outputs = self._take_commands()
                 outputs += self._scheduler.end_late(time.monotonic())
-                if self._scheduler.has_requests:
+                if self._scheduler.has_requests or not self._steps.is_idle:
                     self._step(outputs)
                 else:
                     self._publish(outputs)
-                if self._stopping:
+                if self._stopping and self._steps.is_idle:
                     return
         except Exception as error:
             logger.exception("the engine cannot go on")
@@ -164,30 +148,38 @@ class EngineLoop:
             self._event_loop.call_soon_threadsafe(self._give_up)
 
     def _step(self, outputs: list[RequestOutput]) -> None:
-        """One step; `outputs` of the commands before it travel with the news of who starts."""
+        """Launches a step, where one can be planned, and lands the oldest unless more may follow.
+
+        `outputs` of the commands before it travel with the news of who starts.
+        """
         lap = self._profile.lap
         self._profile.start()
-        plan = self._scheduler.schedule()
+        plan = self._scheduler.schedule() if self._steps.may_launch else None
         lap("plan")
-        self._publish(outputs + self._scheduler.first_starts(plan))
+        if plan is not None:
+            outputs += self._scheduler.first_starts(plan)
+        self._publish(outputs)
         lap("publish")
-        began = time.perf_counter()
-        with self._watchdog.watching(plan):
-            result = self._execute(plan)
-        if isinstance(result, StepResult):
-            outputs = self._scheduler.commit(plan, result, time.perf_counter() - began)
+        if plan is not None:
+            self._steps.launch(plan)
+            if self._steps.may_launch:
+                return
+        plan, result, seconds = self._steps.land()
+        if result is None:
+            told = InternalError("The engine failed on this request.", code="engine_failed")
+            outputs = self._scheduler.fail(plan, told)
         else:
-            outputs = self._scheduler.fail(plan, result)
+            outputs = self._scheduler.commit(plan, result, seconds)
         lap("commit")
         self._publish(outputs)
         lap("publish")
         self._profile.end(plan.num_scheduled_tokens)
 
     def _take_commands(self) -> list[RequestOutput]:
-        """Runs the commands that have come; sleeps while there is neither command nor request."""
+        """Runs the commands that have come; sleeps while there is nothing else to do."""
         outputs: list[RequestOutput] = []
         while not self._stopping:
-            idle = not self._scheduler.has_requests
+            idle = not self._scheduler.has_requests and self._steps.is_idle
             if idle:
                 self._publish(outputs)
                 outputs = []
@@ -197,19 +189,6 @@ class EngineLoop:
                 break
             outputs += command()
         return outputs
-
-    def _execute(self, plan: StepPlan) -> StepResult | InternalError:
-        """The step's result, or what its requests are told when it failed."""
-        try:
-            result = self._executor.execute(plan)
-        except Exception:
-            self._num_failed_steps_in_a_row += 1
-            if self._num_failed_steps_in_a_row >= _MAX_FAILED_STEPS_IN_A_ROW:
-                raise
-            logger.exception("a step failed; its %d requests end", len(plan.steps))
-            return InternalError("The engine failed on this request.", code="engine_failed")
-        self._num_failed_steps_in_a_row = 0
-        return result
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
         """Hands outputs to the event loop, all in one call: waking it costs more than a token."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from engine_svc.engine_loop import EngineLoop, Executor
+from engine_svc.engine_loop import EngineLoop
 from engine_svc.grammar_gate import Compiler, GrammarGate
 from engine_svc.messages import load_to_proto, output_to_proto, request_from_record
 from engine_svc.planning.limits import SchedulerConfig
@@ -18,6 +18,7 @@ from engine_svc.planning.ngram_drafter import drafter_for
 from engine_svc.planning.request import Request, RequestOutput
 from engine_svc.planning.scheduler import Scheduler
 from engine_svc.planning.step_profile import StepProfile
+from engine_svc.step_runner import Executor
 from protos.common.v1 import common_pb2
 from protos.engine.v1 import engine_pb2, engine_pb2_grpc
 from protos.wire.errors import Unavailable

@@ -1,9 +1,8 @@
 """Tells a step that hangs from one that is slow."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Final
+from types import TracebackType
+from typing import Final, Self
 
 from engine_svc.planning.step import StepPlan
 
@@ -23,14 +22,21 @@ class StepWatchdog:
         self._plan: StepPlan | None = None
         self.has_bitten = False
 
-    @contextmanager
-    def watching(self, plan: StepPlan) -> Iterator[None]:
-        """While a step is computed."""
+    def watching(self, plan: StepPlan) -> Self:
+        """For a `with` block: while the step is computed, or waited for."""
         self._plan = plan
-        try:
-            yield
-        finally:
-            self._plan = None
+        return self
+
+    def __enter__(self) -> None:
+        """`watching` began it, without a generator: this is done in every step."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._plan = None
 
     async def wait_for_hang(self) -> str:
         """Returns, when a step has taken too long, what it is.

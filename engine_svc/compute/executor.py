@@ -31,6 +31,7 @@ from engine_svc.compute.prompt_scoring import MAX_ROWS_AT_ONCE, score_prompts
 from engine_svc.compute.sampler import Sampler
 from engine_svc.compute.verification import keep_accepted
 from engine_svc.planning.step import (
+    ComputedStep,
     PromptLogprobs,
     RowStart,
     RowStep,
@@ -135,6 +136,10 @@ class Executor:
         return self._batch.block_size
 
     @property
+    def max_steps_in_flight(self) -> int:
+        return 1
+
+    @property
     def vocab_size(self) -> int:
         return self._batch.vocab_size
 
@@ -151,6 +156,10 @@ class Executor:
         self._profile = profile
         self._runner.profile_ops()
         profile.take_parts = lambda: {"model": self._runner.take_op_seconds()}
+
+    def launch(self, plan: StepPlan) -> ComputedStep:
+        """As `execute`: a step is computed by the thread that launches it."""
+        return ComputedStep(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Computes a step. After an exception the plan's rows hold nothing of use."""

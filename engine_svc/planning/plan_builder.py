@@ -31,10 +31,9 @@ class PlanBuilder:
         self._steps += decodes
         self.budget -= len(decodes) + num_draft_tokens
 
-    def add_chunk(self, request: Request, new_block_ids: Sequence[int]) -> None:
-        """As many of the request's tokens as the budget allows."""
+    def add_chunk(self, request: Request, num_computed: int, new_block_ids: Sequence[int]) -> None:
+        """As many of the request's tokens from `num_computed` on as the budget allows."""
         assert request.row is not None and self.budget
-        num_computed = request.num_computed_tokens
         num_left = len(request.token_ids) - num_computed
         num_scheduled = min(num_left, self.budget)
         samples = num_scheduled == num_left
@@ -44,7 +43,8 @@ class PlanBuilder:
             num_scheduled,
             new_block_ids,
             samples,
-            request.lacks_prompt_logprobs,
+            # What a step in flight finds is not taken in yet.
+            request.lacks_prompt_logprobs and num_computed < request.num_prompt_tokens - 1,
         )
         self._steps.append(step)
         self.budget -= num_scheduled

@@ -102,6 +102,14 @@ class Request:
         return self.max_num_tokens - len(self.token_ids) - 1
 
     @property
+    def needs_tokens_on_host(self) -> bool:
+        """Whether what may come next is worked out from its tokens before a step is launched."""
+        sampling = self.sampling
+        return sampling.grammar is not None or (
+            bool(sampling.bad_words) and any(len(word) > 1 for word in sampling.bad_words)
+        )
+
+    @property
     def lacks_prompt_logprobs(self) -> bool:
         """Whether it asked for log-probabilities of its prompt, and some are still to come."""
         return (

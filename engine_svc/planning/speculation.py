@@ -38,6 +38,7 @@ class Speculation:
     def __init__(
         self, config: SchedulerConfig, tables: BlockTables, drafter: Drafter | None
     ) -> None:
+        assert drafter is None or config.max_steps_in_flight == 1, "drafts follow known tokens"
         self._block_size = config.block_size
         self._max_num_seqs = config.max_num_seqs
         self._max_num_sampled_tokens = config.max_num_sampled_tokens

@@ -7,9 +7,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_svc.engine_loop import Executor, engine_thread
+from engine_svc.engine_loop import engine_thread
 from engine_svc.planning.limits import SchedulerConfig
 from engine_svc.service import EngineService
+from engine_svc.step_runner import Executor
 from protos.common.v1 import common_pb2
 from protos.engine.v1 import engine_pb2, engine_pb2_grpc
 from protos.wire.channel import open_channel

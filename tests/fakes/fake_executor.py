@@ -11,6 +11,7 @@ from itertools import accumulate
 
 from engine_svc.planning.request import FinishReason
 from engine_svc.planning.step import (
+    ComputedStep,
     PromptLogprobs,
     RowStart,
     RowStep,
@@ -117,11 +118,15 @@ class FakeExecutor:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
+        self.max_steps_in_flight = 1
         self.num_steps = 0
         self._before_step = before_step
         self._nan_token_id = nan_token_id
         self._kv_values: list[int | None] = [None] * (num_blocks * block_size)
         self._rows: dict[int, _Row] = {}
+
+    def launch(self, plan: StepPlan) -> ComputedStep:
+        return ComputedStep(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
         self._before_step(plan)
