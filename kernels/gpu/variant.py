@@ -47,3 +47,5 @@ class Variant:
     divisible_by_16: tuple[str, ...] = ()
     # Not for devices without this type: "fp8".
     needs: frozenset[str] = field(default_factory=frozenset)
+    # Only for these, by their names in compilation.py; for all where there are none.
+    devices: frozenset[str] = field(default_factory=frozenset)
