@@ -59,7 +59,7 @@ class Decoder:
     def logits(self, hidden: Tensor, places: Tensor) -> Tensor:
         """After rows `places` [s] of hidden [K, hidden] -> float32 [s, vocab_size]; s > 0."""
         kept = self._kernels.take_rows(hidden, places)
-        return self._kernels.linear(kept, self._head).float()
+        return self._kernels.logits(kept, self._head)
 
     def _context(self, inputs: StepInputs, block_size: int) -> StepContext:
         plan = kept_plan = self._kernels.plan_attention(
