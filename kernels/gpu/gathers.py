@@ -31,8 +31,8 @@ def _gather_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < WIDTH
     index = tl.load(indices + row).to(tl.int64)
-    is_inside = (index >= 0) & (index < num_table_rows)
-    values = tl.load(table + index * table_stride + columns, mask=mask & is_inside, other=0.0)
+    width = tl.where((index >= 0) & (index < num_table_rows), WIDTH, 0)
+    values = tl.load(table + index * table_stride + columns, mask=columns < width, other=0.0)
     tl.store(out + row * out_stride + columns, values, mask=mask)
 
 
