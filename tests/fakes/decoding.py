@@ -21,6 +21,7 @@ from engine_svc.planning.step import (
     StepPlan,
 )
 from kernels import KernelConfig, KvCache, select_kernels
+from kernels.gpu.kv_cache import GpuKvCache
 
 BLOCK_SIZE = 16
 
@@ -40,9 +41,13 @@ def load_tiny_executor(directory: Path, **overrides: object) -> Executor:
 
 def fill_with_nan(layers: KvCache) -> None:
     """So that whatever reads a slot before it is written shows."""
-    memory = layers if isinstance(layers, Tensor) else layers.memory  # type: ignore[attr-defined]
-    # All bits set are a NaN in every floating type.
-    memory.view(torch.uint8).fill_(0xFF)
+    if isinstance(layers, GpuKvCache):
+        pieces = [layers.data] if layers.scales is None else [layers.data, layers.scales]
+    else:
+        pieces = [layers if isinstance(layers, Tensor) else layers.memory]  # type: ignore[attr-defined]
+    for memory in pieces:
+        # All bits set are a NaN in every floating type.
+        memory.view(torch.uint8).fill_(0xFF)
 
 
 class SequenceLogits:
