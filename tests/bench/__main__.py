@@ -12,6 +12,7 @@ from tests.bench import (
     peers,
     peers_beside,
     pipeline,
+    roofline,
     sampling,
     speculation,
     structured,
@@ -31,6 +32,7 @@ def main() -> None:
     sampling.add_command(commands)
     speculation.add_command(commands)
     kernels.add_command(commands)
+    roofline.add_command(commands)
     arguments = parser.parse_args()
     # Whoever is told to end leaves no servers behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

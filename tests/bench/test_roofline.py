@@ -1,0 +1,102 @@
+"""The roofline: its bytes and FLOPs against counts by hand, and the README's tables against it."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from kernels.gpu.kv_cache import KvFormat
+from tests.bench.roofline import MODELS, Roofline, markdown, read_config
+from tests.bench.roofline_devices import DEVICES
+from tests.bench.roofline_ops import WEIGHTS, Op, Sequences, StepOps
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+LLAMA = MODELS["llama-3.1-8b"]
+H200 = DEVICES["h200"]
+# q, k, v, output, gate, up and down of 32 layers, the head and the embedding.
+LLAMA_LINEAR = 32 * 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
+LLAMA_PARAMETERS = LLAMA_LINEAR + 2 * 128256 * 4096
+
+
+def roofline(weights: str = "bf16", **changes: object) -> Roofline:
+    kept = {"config": LLAMA, "device": H200, "kv_format": KvFormat.BFLOAT16}
+    return Roofline(weights=WEIGHTS[weights], **{**kept, **changes})  # type: ignore[arg-type]
+
+
+def test_the_readme_s_tables_are_what_the_tool_prints() -> None:
+    rooflines = [roofline(weights) for weights in ("bf16", "fp8", "4bit")]
+    tables = markdown(rooflines, [1, 16, 64, 256], [512, 4096, 32768])
+    readme = README.read_text(encoding="utf-8")
+    assert [table for table in tables.split("\n\n") if table not in readme] == []
+
+
+def test_a_model_takes_what_its_parameters_do() -> None:
+    norms = 2 * 4096 * 64
+    assert StepOps(LLAMA, WEIGHTS["bf16"], KvFormat.BFLOAT16).weight_bytes == (
+        2 * LLAMA_PARAMETERS + norms
+    )
+    tied = dataclasses.replace(LLAMA, tie_word_embeddings=True)
+    saved = 2 * 128256 * 4096
+    assert StepOps(tied, WEIGHTS["bf16"], KvFormat.BFLOAT16).weight_bytes == (
+        2 * LLAMA_PARAMETERS + norms - saved
+    )
+    assert StepOps(LLAMA, WEIGHTS["bf16"], KvFormat.BFLOAT16).kv_token_bytes == 128 * 1024
+    assert StepOps(LLAMA, WEIGHTS["bf16"], KvFormat.FP8).kv_token_bytes == 2 * 32 * 8 * (128 + 4)
+
+
+def test_a_decode_step_reads_all_weights_and_the_cache_once() -> None:
+    ops = roofline().decode_ops(1, 4096)
+    read = sum(op.count * op.num_bytes for op in ops)
+    weights = 2 * (LLAMA_PARAMETERS - 128256 * 4096)
+    cache = 4096 * 128 * 1024
+    assert weights + cache < read < 1.001 * (weights + cache)
+    flops = sum(op.count * op.flops for op in ops)
+    assert flops == 2 * (LLAMA_PARAMETERS - 128256 * 4096) + 4 * 4096 * 4096 * 32
+
+
+def test_a_prompt_s_flops_are_the_same_in_any_chunks() -> None:
+    def flops(max_tokens: int) -> float:
+        one = roofline(max_tokens=max_tokens)
+        total, start = 0.0, 0
+        while start < 1000:
+            size = min(max_tokens, 1000 - start)
+            step = one.ops.of(Sequences(1, size, start, num_kept=int(start + size == 1000)))
+            total += sum(op.count * op.flops for op in step)
+            start += size
+        return total
+
+    assert flops(1000) == flops(300) == flops(1)
+    assert roofline(max_tokens=300).prefill_seconds(1000) > roofline().prefill_seconds(1000)
+
+
+@pytest.mark.parametrize(("num_computed", "num_new"), [(0, 1), (0, 40), (100, 7), (10, 10)])
+@pytest.mark.parametrize("window", [0, 1, 16, 200])
+def test_pairs_of_queries_and_keys_are_those_of_each_query(num_computed, num_new, window) -> None:
+    sequences = Sequences(3, num_new, num_computed)
+    for num_queries in {0, 1, num_new}:
+        last = range(num_computed + num_new - num_queries, num_computed + num_new)
+        seen = [set(range(max(0, p + 1 - window) if window else 0, p + 1)) for p in last]
+        pairs, keys = sequences.attended(num_queries, window)
+        assert pairs == sum(map(len, seen))
+        assert keys == len(set().union(*seen))
+
+
+def test_an_op_takes_the_longer_of_memory_and_products() -> None:
+    assert Op("a", 2, num_bytes=4.8e9, flops=1.0).seconds(H200) == pytest.approx(2e-3)
+    assert Op("a", 1, num_bytes=1.0, flops=989e9).seconds(H200) == pytest.approx(1e-3)
+
+
+def test_the_largest_batch_is_what_memory_holds() -> None:
+    one = roofline()
+    largest = one.largest_batch(4096)
+    held = largest * 4096 * one.ops.kv_token_bytes + one.ops.weight_bytes
+    assert 0.85 * H200.memory_bytes < held < 0.92 * H200.memory_bytes
+    assert roofline(device=DEVICES["l4"], config=MODELS["llama-3.1-70b"]).largest_batch(512) == 0
+    assert roofline(kv_format=KvFormat.FP8).largest_batch(4096) > 1.9 * largest
+
+
+@pytest.mark.slow
+def test_a_file_s_own_shapes_are_read(default_model_path: Path) -> None:
+    built_in, read = MODELS["smollm2-135m"], read_config(str(default_model_path))
+    for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
+        assert getattr(read, name) == getattr(built_in, name)
