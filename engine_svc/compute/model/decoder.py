@@ -2,20 +2,24 @@
 
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from engine_svc.compute.kv_storage import KvStorage
 from engine_svc.compute.model.config import ModelConfig
 from engine_svc.compute.model.layers import DecoderLayer, StepContext
+from engine_svc.compute.model.sharded_source import VocabShard
 from engine_svc.compute.model.weights import DecoderWeights
+from engine_svc.compute.ranks import ONE_RANK, Ranks
 from engine_svc.compute.step_tensors import StepInputs
 from kernels import Kernels
 
 
 class Decoder:
-    """A Llama-family decoder on one device.
+    """A Llama-family decoder on one device, or a rank's share of one.
 
-    `cos_sin_table` [max_model_len, head_dim] is that of rotary.py.
+    `cos_sin_table` [max_model_len, head_dim] is that of rotary.py. With several `ranks`, `config`,
+    `weights` and `vocab` are what this one has.
     """
 
     def __init__(
@@ -24,27 +28,27 @@ class Decoder:
         config: ModelConfig,
         weights: DecoderWeights,
         cos_sin_table: Tensor,
+        ranks: Ranks = ONE_RANK,
+        vocab: VocabShard | None = None,
     ) -> None:
         self._kernels = kernels
         self._config = config
+        self._ranks = ranks
+        self._vocab = vocab or VocabShard(0, config.vocab_size, config.vocab_size)
         self._embedding = weights.embedding
         self._norm = weights.norm
         self._head = weights.head
         self._cos_sin_table = cos_sin_table
         self._layers = [
-            DecoderLayer(kernels, config, layer, window)
+            DecoderLayer(kernels, config, layer, window, ranks)
             for layer, window in zip(weights.layers, config.sliding_windows, strict=True)
         ]
-
-    @property
-    def vocab_size(self) -> int:
-        return self._config.vocab_size
 
     def forward(self, inputs: StepInputs, kv: KvStorage) -> Tensor:
         """Computes a step's tokens; returns the hidden states of those kept, [K, hidden]."""
         kernels, eps = self._kernels, self._config.rms_norm_eps
         step = self._context(inputs, kv.block_size)
-        residual = kernels.embedding(inputs.token_ids, self._embedding)
+        residual = self._embed(inputs.token_ids)
         normed = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
         for index, (layer, following) in enumerate(pairwise(self._layers)):
             output = layer.forward(normed, residual, step, kv.layers[index])
@@ -57,9 +61,21 @@ class Decoder:
         return kernels.add_rms_norm(output, residual, self._norm, eps)
 
     def logits(self, hidden: Tensor, places: Tensor) -> Tensor:
-        """After rows `places` [s] of hidden [K, hidden] -> float32 [s, vocab_size]; s > 0."""
+        """After rows `places` [s] of hidden [K, hidden] -> float32 [s, vocab_size]; s > 0.
+
+        A rank gives those of its own tokens.
+        """
         kept = self._kernels.take_rows(hidden, places)
         return self._kernels.logits(kept, self._head)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids [T] -> [T, hidden]; each rank looks up its own tokens, of others it has 0."""
+        if self._ranks.size == 1:
+            return self._kernels.embedding(token_ids, self._embedding)
+        places = token_ids - self._vocab.first
+        is_own = (places >= 0) & (places < self._vocab.size)
+        found = self._kernels.embedding(torch.where(is_own, places, 0), self._embedding)
+        return self._ranks.sum_over_ranks(found.masked_fill_(~is_own[:, None], 0))
 
     def _context(self, inputs: StepInputs, block_size: int) -> StepContext:
         plan = kept_plan = self._kernels.plan_attention(

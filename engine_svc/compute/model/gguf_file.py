@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
 from engine_svc.compute.model import config as model_config
 from engine_svc.compute.model.config import ModelConfig, RopeConfig
 from engine_svc.compute.model.config_checks import first_given, number, size, window
-from engine_svc.compute.model.gguf_header import read_gguf
+from engine_svc.compute.model.gguf_header import GgufTensor, read_gguf
+from engine_svc.compute.model.tensor_part import WHOLE, TensorPart
 from kernels import StoredKind, StoredMatrix
 from protos.wire.errors import StartupError
 
@@ -58,7 +59,7 @@ _CHUNK_VALUES = 1 << 24
 
 
 class GgufFile:
-    """One model file, memory-mapped. A `WeightSource` (see weights.py)."""
+    """One model file, memory-mapped. `WeightFiles` (see weights.py)."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -94,29 +95,33 @@ class GgufFile:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape
 
-    def stored(self, name: str, kinds: Set[StoredKind]) -> StoredMatrix | None:
+    def stored(
+        self, name: str, kinds: Set[StoredKind], part: TensorPart = WHOLE
+    ) -> StoredMatrix | None:
         """See `WeightSource`. The rows stay in the memory map."""
-        tensor = self._tensors[name]
-        order = self._row_order(name)
-        kind = _STORED_KINDS.get(tensor.kind)
-        if kind in kinds:
-            return StoredMatrix(kind, tensor.data, tensor.columns, order)
+        rows = self._rows(name, part)
+        kind = _STORED_KINDS.get(rows.kind)
+        if kind in kinds and rows.are_whole_groups:
+            return StoredMatrix(kind, rows.data, rows.num_columns, rows.order)
         if StoredKind.F32 in kinds:
-            decode = partial(self._decode, tensor.kind)
-            return StoredMatrix(StoredKind.F32, tensor.data, tensor.columns, order, decode)
+            return StoredMatrix(
+                StoredKind.F32, rows.data, rows.num_columns, rows.order, partial(self._values, rows)
+            )
         return None
 
-    def read(self, name: str) -> Tensor:
-        """The tensor in float32, in Hugging Face's order."""
-        tensor = self._tensors[name]
-        data = tensor.data
-        values = np.empty((len(data), tensor.columns), np.float32)
-        step = max(1, _CHUNK_VALUES // tensor.columns)
-        for start in range(0, len(data), step):
-            values[start : start + step] = self._decode(tensor.kind, data[start : start + step])
-        values = values.reshape(tensor.shape)
-        order = self._row_order(name)
-        return torch.from_numpy(values if order is None else values[order])
+    def read(self, name: str, part: TensorPart = WHOLE) -> Tensor:
+        """The tensor, or a part of it, in float32, in Hugging Face's order."""
+        rows = self._rows(name, part)
+        values = np.empty((len(rows.data), rows.num_columns), np.float32)
+        step = max(1, _CHUNK_VALUES // rows.num_columns)
+        for start in range(0, len(values), step):
+            values[start : start + step] = self._values(rows, rows.data[start : start + step])
+        if len(self._tensors[name].shape) == 1:
+            values = values[0]
+        return torch.from_numpy(values if rows.order is None else values[rows.order])
+
+    def column_group(self, name: str) -> int:
+        return GGML_QUANT_SIZES[self._tensors[name].kind][0]
 
     def rope_frequency_factors(self) -> Tensor | None:
         """What each rotary frequency is divided by [head_dim / 2], in files of Llama 3.1 and on."""
@@ -124,6 +129,19 @@ class GgufFile:
             return None
         factors = self._decode(self._rope_factors.kind, self._rope_factors.data)
         return torch.from_numpy(np.array(factors.reshape(self._rope_factors.shape)))
+
+    def _rows(self, name: str, part: TensorPart) -> "_Rows":
+        tensor, order = self._tensors[name], self._row_order(name)
+        if order is not None and part.rows != WHOLE.rows:
+            # Whole heads, each of which is reordered in itself.
+            order = order[part.rows] - part.rows.start
+        if len(tensor.shape) == 1:
+            return _Rows(tensor, WHOLE.rows, part.rows, order)
+        return _Rows(tensor, part.rows, part.columns, order)
+
+    def _values(self, rows: "_Rows", data: np.ndarray) -> np.ndarray:
+        """Of some of the rows' bytes the float32 of their columns."""
+        return self._decode(rows.kind, data)[:, rows.columns]
 
     def _decode(self, kind: GGMLQuantizationType, rows: np.ndarray) -> np.ndarray:
         """Rows of bytes to rows of float32."""
@@ -231,6 +249,27 @@ class GgufFile:
             beta_slow=float(scaling("yarn_beta_slow", 1.0)),
             attention_factor=attention_factor,
         )
+
+
+class _Rows:
+    """Some of a tensor's rows, of each the groups of values that hold the columns asked for.
+
+    `data` uint8 [rows, bytes] in the memory map; `columns` are those of what it decodes to;
+    `order` as in `StoredMatrix`.
+    """
+
+    def __init__(
+        self, tensor: GgufTensor, rows: slice, columns: slice, order: np.ndarray | None
+    ) -> None:
+        group, group_bytes = GGML_QUANT_SIZES[tensor.kind]
+        first, end, _ = columns.indices(tensor.columns)
+        first_group, end_group = first // group, -(-end // group)
+        self.kind = tensor.kind
+        self.data = tensor.data[rows, first_group * group_bytes : end_group * group_bytes]
+        self.columns = slice(first - first_group * group, end - first_group * group)
+        self.num_columns = end - first
+        self.are_whole_groups = self.num_columns == (end_group - first_group) * group
+        self.order = order
 
 
 def _line(error: Exception) -> str:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from engine_svc.compute.model.config import ModelConfig
 from engine_svc.compute.model.weights import LayerWeights
+from engine_svc.compute.ranks import Ranks
 from kernels import AttentionPlan, Kernels, KvLayer
 
 
@@ -24,14 +25,23 @@ class StepContext:
 
 class DecoderLayer:
     """normed -> attention, added to the residual -> norm -> MLP, whose sum is left to the caller,
-    so that it is fused with the norm that follows."""
+    so that it is fused with the norm that follows.
+
+    Each of several ranks has some heads and some of the MLP; their outputs are summed.
+    """
 
     def __init__(
-        self, kernels: Kernels, config: ModelConfig, weights: LayerWeights, sliding_window: int
+        self,
+        kernels: Kernels,
+        config: ModelConfig,
+        weights: LayerWeights,
+        sliding_window: int,
+        ranks: Ranks,
     ) -> None:
         self._kernels = kernels
         self._config = config
         self._weights = weights
+        self._ranks = ranks
         self._sliding_window = sliding_window
         self._scale = config.head_dim**-0.5
 
@@ -101,9 +111,10 @@ class DecoderLayer:
     ) -> Tensor:
         kernels, weights = self._kernels, self._weights
         attended = kernels.paged_attention(query, kv_layer, plan, self._scale, self._sliding_window)
-        output = kernels.linear(attended.flatten(1), weights.output)
+        output = self._ranks.sum_over_ranks(kernels.linear(attended.flatten(1), weights.output))
         normed = kernels.add_rms_norm(
             output, residual, weights.post_attention_norm, self._config.rms_norm_eps
         )
         gate_up = kernels.linear(normed, weights.gate_up)
-        return kernels.linear(kernels.silu_and_mul(gate_up), weights.down)
+        down = kernels.linear(kernels.silu_and_mul(gate_up), weights.down)
+        return self._ranks.sum_over_ranks(down)

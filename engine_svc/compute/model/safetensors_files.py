@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine_svc.compute.model.config import read_hf_config
+from engine_svc.compute.model.tensor_part import WHOLE, TensorPart
 from kernels import StoredKind, StoredMatrix
 from protos.wire.errors import StartupError
 
@@ -25,7 +26,7 @@ _STORED_KINDS = {
 
 
 class SafetensorsFiles:
-    """The weights of a directory, memory-mapped. A `WeightSource` (see weights.py)."""
+    """The weights of a directory, memory-mapped. `WeightFiles` (see weights.py)."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory
@@ -49,9 +50,11 @@ class SafetensorsFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
-    def stored(self, name: str, kinds: Set[StoredKind]) -> StoredMatrix | None:
+    def stored(
+        self, name: str, kinds: Set[StoredKind], part: TensorPart = WHOLE
+    ) -> StoredMatrix | None:
         """See `WeightSource`. What the library reads lies in its memory map."""
-        tensor = self.read(name)
+        tensor = self.read(name, part)
         rows = tensor.view(torch.uint8).numpy()
         kind = _STORED_KINDS.get(tensor.dtype)
         if kind in kinds:
@@ -60,12 +63,16 @@ class SafetensorsFiles:
             return StoredMatrix(StoredKind.F32, rows, tensor.shape[-1], None, _narrow)
         return None
 
-    def read(self, name: str) -> Tensor:
-        """The tensor in the type that it is stored in."""
-        kind = self._slice(name).get_dtype()
+    def read(self, name: str, part: TensorPart = WHOLE) -> Tensor:
+        """The tensor, or a part of it, in the type that it is stored in."""
+        stored = self._slice(name)
+        kind = stored.get_dtype()
         if kind not in _READABLE_TYPES:
             raise StartupError(f"{self.path}: cannot read {name}, which is of type {kind}")
-        return self._files[self._file_of[name]].get_tensor(name)
+        return stored[part.rows] if len(stored.get_shape()) == 1 else stored[part]
+
+    def column_group(self, name: str) -> int:
+        return 1
 
     def rope_frequency_factors(self) -> Tensor | None:
         return None

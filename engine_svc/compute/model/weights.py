@@ -4,16 +4,18 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine_svc.compute.model.config import ModelConfig
 from engine_svc.compute.model.gguf_file import GgufFile
 from engine_svc.compute.model.safetensors_files import SafetensorsFiles
+from engine_svc.compute.model.tensor_part import WHOLE, TensorPart
 from kernels import Kernels, PackedEmbedding, PackedLinear, StoredKind, StoredMatrix
 from protos.wire.errors import StartupError
 
@@ -22,7 +24,10 @@ _HEAD_BYTES = 1 << 20
 
 
 class WeightSource(Protocol):
-    """A model's file or files. Names are Hugging Face's; shapes are [out, in]."""
+    """A model, or what one of several ranks has of it. Names are Hugging Face's; shapes [out, in].
+
+    `config` is that of what it gives.
+    """
 
     path: Path
     config: ModelConfig
@@ -49,6 +54,22 @@ class WeightSource(Protocol):
     def rope_frequency_factors(self) -> Tensor | None: ...
 
 
+class WeightFiles(WeightSource, Protocol):
+    """A model's file or files, of which parts of tensors can be read without the rest."""
+
+    def read(self, name: str, part: TensorPart = WHOLE) -> Tensor: ...
+
+    def stored(
+        self, name: str, kinds: Set[StoredKind], part: TensorPart = WHOLE
+    ) -> StoredMatrix | None:
+        """As of a `WeightSource`; its rows may have others between them in the memory map."""
+        ...
+
+    def column_group(self, name: str) -> int:
+        """So many columns share a scale: at its multiples they can be parted as they are stored."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One layer. The last keeps `query` apart, which it needs only for tokens that are sampled."""
@@ -71,14 +92,14 @@ class DecoderWeights:
     head: PackedLinear
 
 
-def open_source(model: Path) -> WeightSource:
+def open_source(model: Path) -> WeightFiles:
     """Opens an HF directory or a GGUF file, and checks that it has what its config promises.
 
     Raises StartupError, before anything is sized by what the config says.
     """
     if not model.exists():
         raise StartupError(f"there is no model at {model}")
-    source: WeightSource = SafetensorsFiles(model) if model.is_dir() else GgufFile(model)
+    source: WeightFiles = SafetensorsFiles(model) if model.is_dir() else GgufFile(model)
     check_tensors(source)
     return source
 
@@ -208,7 +229,9 @@ class _Loader:
     def matrix(self, name: str) -> Tensor | StoredMatrix:
         """As the kernels like it best."""
         stored = self._source.stored(name, self._kernels.stored_kinds)
-        return self.tensor(name) if stored is None else stored
+        if stored is None:
+            return self.tensor(name)
+        return replace(stored, data=np.ascontiguousarray(stored.data))
 
     def layer(self, index: int, is_last: bool) -> LayerWeights:
         prefix = f"model.layers.{index}"
