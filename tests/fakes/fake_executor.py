@@ -172,6 +172,9 @@ class FakeExecutor:
         """Drafts are accepted one by one, each after the token before it was sampled."""
         row = self._rows[step.row]
         first = token = self._sample_next(step.row, row)
+        if first.error:
+            # As on a device, which writes what it has drawn; a step in flight goes on from there.
+            row.token_ids.append(first.token_id)
         following = []
         for draft_token_id in step.draft_token_ids:
             if token.error or token.token_id != draft_token_id:

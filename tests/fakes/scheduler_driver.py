@@ -54,6 +54,8 @@ class SchedulerDriver:
         self.requests: dict[Hashable, Request] = {}
         self.received: dict[Hashable, Received] = {}
         self.plans: list[StepPlan] = []
+        # Requests that were in a step that failed.
+        self.failed: set[Hashable] = set()
         self._execute = execute
 
     def add(
@@ -90,8 +92,10 @@ class SchedulerDriver:
     def step(self, while_executing: Callable[[], None] = lambda: None) -> StepPlan:
         """One step; `while_executing` is called between schedule and commit."""
         plan = self.scheduler.schedule()
+        assert plan is not None
         self.plans.append(plan)
         self._take(self.scheduler.first_starts(plan))
+        self.check(plan)
         while_executing()
         self._take(self.scheduler.commit(plan, self._execute(plan)))
         return plan
@@ -104,6 +108,12 @@ class SchedulerDriver:
             self.step()
             num_steps += 1
         return num_steps
+
+    def check(self, plan: StepPlan) -> None:
+        """For those who know what must hold between schedule and commit."""
+
+    def will_answer(self, key: Hashable, token_ids: Sequence[int]) -> None:
+        """For those who want to know beforehand what a request will be answered, all of it."""
 
     def _take(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
