@@ -1,33 +1,22 @@
 """The compute half of the engine: a loaded model that turns each StepPlan into a StepResult."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from engine_svc.compute.executor_config import ExecutorConfig
 from engine_svc.compute.grammar_compiler import GrammarCompiler
 from engine_svc.compute.grammar_rows import GrammarRows
 from engine_svc.compute.kv_storage import KvStorage, kv_block_bytes
-from engine_svc.compute.memory import (
-    format_bytes,
-    free_memory_bytes,
-    rotary_bytes,
-    step_bytes,
-)
-from engine_svc.compute.model.config import ModelConfig
-from engine_svc.compute.model.decoder import Decoder
-from engine_svc.compute.model.rotary import cos_sin_table
-from engine_svc.compute.model.weights import (
-    WeightSource,
-    load_weights,
-    open_source,
-    weight_bytes,
-)
+from engine_svc.compute.loading import chosen_kernels, load_decoder, max_model_len_of
+from engine_svc.compute.memory import format_bytes, num_host_blocks
+from engine_svc.compute.model.weights import open_source
 from engine_svc.compute.model_runner import ModelRunner, make_runner
 from engine_svc.compute.persistent_batch import PersistentBatch
-from engine_svc.compute.prompt_scoring import MAX_ROWS_AT_ONCE, score_prompts
+from engine_svc.compute.prompt_scoring import score_prompts
 from engine_svc.compute.sampler import Sampler
 from engine_svc.compute.verification import keep_accepted
 from engine_svc.planning.step import (
@@ -41,31 +30,9 @@ from engine_svc.planning.step import (
     StepResult,
 )
 from engine_svc.planning.step_profile import StepProfile
-from kernels import KernelConfig, Kernels, select_kernels
-from protos.wire.errors import StartupError
 
-# Of the memory left beside the model, what the KV caches of a machine's engines take when not told:
-# the rest of the line, and other programs, need some too.
-_KV_SHARE = 0.3
 # OMP_NUM_THREADS, else one per core. Read before an engine changes it.
 _MACHINE_THREADS = torch.get_num_threads()
-
-
-@dataclass(frozen=True, slots=True)
-class ExecutorConfig:
-    """How a model is run. 0 lets the executor choose, where said."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int = 0  # the model's own
-    block_size: int = 16
-    kv_memory_bytes: int = 0  # a share of the free memory
-    num_threads: int = 0  # OMP_NUM_THREADS, else one per core
-    num_local_engines: int = 1  # with which the free memory and the cores are shared
-    # As in kernels.KernelConfig: `weights`, `kv`, `implementation`.
-    dtype: str = "auto"
-    kv_dtype: str = "auto"
-    cpu_kernels: str = "auto"
 
 
 class Executor:
@@ -94,21 +61,17 @@ class Executor:
         `report` gets a line now and then. StartupError says in one line what is wrong with the
         model or why there is not enough memory for it.
         """
-        num_threads = config.num_threads or max(1, _MACHINE_THREADS // config.num_local_engines)
-        kernels = _select_kernels(config, num_threads)
+        num_threads = num_threads_of(config)
+        kernels = chosen_kernels(config, torch.device("cpu"), num_threads)
+        # Kernels with threads of their own need no others beside them.
+        torch.set_num_threads(num_threads if kernels.uses_torch_threads else 1)
         report(kernels.description)
         source = open_source(model)
         model_config = source.config
-        max_model_len = _max_model_len(config, model_config)
-        num_blocks = _num_blocks(config, source, kernels, max_model_len)
+        max_model_len = max_model_len_of(config, model_config)
+        num_blocks = num_host_blocks(config, source, kernels, max_model_len)
         with torch.inference_mode():
-            weights = load_weights(source, kernels, kernels.dtype, report)
-            table = cos_sin_table(
-                model_config.rope,
-                model_config.head_dim,
-                max_model_len,
-                source.rope_frequency_factors(),
-            )
+            decoder = load_decoder(source, kernels, max_model_len, report)
             kv = KvStorage.allocate(kernels, model_config, num_blocks, config.block_size)
             batch = PersistentBatch(
                 config.max_num_seqs,
@@ -117,8 +80,7 @@ class Executor:
                 model_config.vocab_size,
                 config.max_num_batched_tokens,
             )
-        decoder = Decoder(kernels, model_config, weights, table)
-        runner = make_runner(kernels, decoder, kv, batch.staged, _max_rows(config))
+        runner = make_runner(kernels, decoder, kv, batch.staged, config.max_logit_rows)
         executor = cls(runner, Sampler(kernels), batch, num_blocks, num_threads)
         kv_bytes = num_blocks * kv_block_bytes(kernels, model_config, config.block_size)
         report(
@@ -226,57 +188,6 @@ class Executor:
         self.execute(StepPlan([start], [RowStep(0, 0, 1, [0], samples=True)]))
 
 
-def _select_kernels(config: ExecutorConfig, num_threads: int) -> Kernels:
-    wanted = KernelConfig(config.dtype, config.kv_dtype, config.cpu_kernels, num_threads)
-    try:
-        kernels = select_kernels(torch.device("cpu"), wanted)
-    except ValueError as error:
-        raise StartupError(str(error)) from error
-    # Kernels with threads of their own need no others beside them.
-    torch.set_num_threads(num_threads if kernels.uses_torch_threads else 1)
-    return kernels
-
-
-def _max_rows(config: ExecutorConfig) -> int:
-    return max(config.max_num_seqs, MAX_ROWS_AT_ONCE)
-
-
-def _max_model_len(config: ExecutorConfig, model_config: ModelConfig) -> int:
-    if config.max_model_len > model_config.max_model_len:
-        raise StartupError(
-            f"max_model_len is {config.max_model_len}, "
-            f"but the model was made for at most {model_config.max_model_len} tokens"
-        )
-    return config.max_model_len or model_config.max_model_len
-
-
-def _num_blocks(
-    config: ExecutorConfig, source: WeightSource, kernels: Kernels, max_model_len: int
-) -> int:
-    """How many KV blocks there is room for beside the weights."""
-    model_config = source.config
-    block_bytes = kv_block_bytes(kernels, model_config, config.block_size)
-    model_bytes = weight_bytes(source, kernels, kernels.dtype) + step_bytes(
-        model_config, kernels, config.max_num_batched_tokens, _max_rows(config)
-    )
-    model_bytes += rotary_bytes(model_config, max_model_len)
-    free = free_memory_bytes()
-    share = _KV_SHARE / config.num_local_engines
-    kv_bytes = config.kv_memory_bytes or int(max(0, free - model_bytes) * share)
-    needed = model_bytes + max(kv_bytes, block_bytes)
-    if needed > free:
-        raise StartupError(
-            f"not enough memory: {format_bytes(model_bytes)} for the model and "
-            f"{format_bytes(needed - model_bytes)} for the KV cache are needed, "
-            f"{format_bytes(free)} are free"
-        )
-    num_blocks = kv_bytes // block_bytes
-    if not num_blocks:
-        raise StartupError(
-            f"the KV cache is given {format_bytes(kv_bytes)}, "
-            f"but one block takes {format_bytes(block_bytes)}"
-        )
-    if config.kv_memory_bytes:
-        return num_blocks
-    most_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
-    return min(num_blocks, most_useful)
+def num_threads_of(config: ExecutorConfig) -> int:
+    """How many threads an engine computes with."""
+    return config.num_threads or max(1, _MACHINE_THREADS // config.num_local_engines)

@@ -1,13 +1,20 @@
-"""How much memory a step takes, and how much is free: of the machine, or of the container."""
+"""How many KV blocks there is room for, by what a step takes and what is free on this machine."""
 
 from pathlib import Path
 
 import psutil
 import torch
 
+from engine_svc.compute.executor_config import ExecutorConfig
+from engine_svc.compute.kv_storage import kv_block_bytes
 from engine_svc.compute.model.config import ModelConfig
+from engine_svc.compute.model.weights import WeightSource, weight_bytes
 from kernels import Kernels
+from protos.wire.errors import StartupError
 
+# Of the memory left beside the model, what the KV caches of a machine's engines take when not told:
+# the rest of the line, and other programs, need some too.
+_KV_SHARE = 0.3
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -46,3 +53,35 @@ def step_bytes(config: ModelConfig, kernels: Kernels, max_tokens: int, max_rows:
 def rotary_bytes(config: ModelConfig, max_model_len: int) -> int:
     """What the table of rotary angles takes while it is made: seven halves of it at once."""
     return 7 * (config.head_dim // 2) * max_model_len * torch.float32.itemsize
+
+
+def num_host_blocks(
+    config: ExecutorConfig, source: WeightSource, kernels: Kernels, max_model_len: int
+) -> int:
+    """How many KV blocks there is room for beside the weights. StartupError for none."""
+    model_config = source.config
+    block_bytes = kv_block_bytes(kernels, model_config, config.block_size)
+    model_bytes = weight_bytes(source, kernels, kernels.dtype) + step_bytes(
+        model_config, kernels, config.max_num_batched_tokens, config.max_logit_rows
+    )
+    model_bytes += rotary_bytes(model_config, max_model_len)
+    free = free_memory_bytes()
+    share = _KV_SHARE / config.num_local_engines
+    kv_bytes = config.kv_memory_bytes or int(max(0, free - model_bytes) * share)
+    needed = model_bytes + max(kv_bytes, block_bytes)
+    if needed > free:
+        raise StartupError(
+            f"not enough memory: {format_bytes(model_bytes)} for the model and "
+            f"{format_bytes(needed - model_bytes)} for the KV cache are needed, "
+            f"{format_bytes(free)} are free"
+        )
+    num_blocks = kv_bytes // block_bytes
+    if not num_blocks:
+        raise StartupError(
+            f"the KV cache is given {format_bytes(kv_bytes)}, "
+            f"but one block takes {format_bytes(block_bytes)}"
+        )
+    if config.kv_memory_bytes:
+        return num_blocks
+    most_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+    return min(num_blocks, most_useful)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine_svc.compute.ranges import ranges
 from engine_svc.compute.sampling_rows import SamplingInputs, SamplingRows
 from engine_svc.compute.step_tensors import StagedInputs, StepCounts
 from engine_svc.planning.step import RowStart, RowStep, StepPlan
@@ -49,7 +50,8 @@ class StepLayout:
 class PersistentBatch:
     """Rows [0, max_num_seqs), each with its tokens, blocks and sampling parameters.
 
-    A step has at most `max_num_tokens` tokens.
+    A step has at most `max_num_tokens` tokens. Where the host does not know all tokens in time,
+    `tokens_on_device`, `staged.token_ids` is of no use, and penalties come without theirs.
     """
 
     def __init__(
@@ -59,6 +61,8 @@ class PersistentBatch:
         block_size: int,
         vocab_size: int,
         max_num_tokens: int,
+        *,
+        tokens_on_device: bool = False,
     ) -> None:
         self.vocab_size = vocab_size
         self._block_size = block_size
@@ -71,7 +75,9 @@ class PersistentBatch:
         self._num_blocks = np.zeros(max_num_seqs, np.int64)
         self._prompt_lens = np.zeros(max_num_seqs, np.int64)
         self._num_top_prompt_logprobs = np.zeros(max_num_seqs, np.int64)
-        self._sampling = SamplingRows(self._token_ids, self._prompt_lens, vocab_size)
+        self._sampling = SamplingRows(
+            self._token_ids, self._prompt_lens, vocab_size, tokens_on_device=tokens_on_device
+        )
         self._counting = np.arange(max_num_tokens + 1)
         # The rows of the last step, if that was of one token each: most of what is staged then
         # stays as it is.
@@ -167,7 +173,7 @@ class PersistentBatch:
         staged.seq_lens[rows] = num_computed + num_scheduled
         staged.cu_seqlens[0] = 0
         staged.cu_seqlens[1 : len(rows) + 1] = np.cumsum(num_scheduled)
-        self._stage_tokens(np.repeat(rows, num_scheduled), _ranges(num_computed, num_scheduled))
+        self._stage_tokens(np.repeat(rows, num_scheduled), ranges(num_computed, num_scheduled))
 
     def _stage_tokens(self, rows: np.ndarray, positions: np.ndarray) -> None:
         """rows, positions int64 [T]."""
@@ -190,11 +196,11 @@ class PersistentBatch:
         (kept,) = np.nonzero(num_kept)
         num_kept, size = num_kept[kept], len(kept)
         kept_ends = np.cumsum(num_kept)
-        indices = _ranges(np.cumsum(num_scheduled)[kept] - num_kept, num_kept)
+        indices = ranges(np.cumsum(num_scheduled)[kept] - num_kept, num_kept)
         seq_lens = num_computed + num_scheduled
         staged = self.staged
         staged.kept_indices[: len(indices)] = indices
-        staged.kept_positions[: len(indices)] = _ranges(seq_lens[kept] - num_kept, num_kept)
+        staged.kept_positions[: len(indices)] = ranges(seq_lens[kept] - num_kept, num_kept)
         staged.kept_cu_seqlens[0] = 0
         staged.kept_cu_seqlens[1 : size + 1] = kept_ends
         staged.kept_rows[:size] = rows[kept]
@@ -209,8 +215,8 @@ class PersistentBatch:
         return StepLayout(
             counts=counts,
             sampled_rows=np.repeat(rows, num_sampled),
-            sampled_positions=_ranges(seq_lens - num_sampled + 1, num_sampled),
-            sample_places=_ranges(kept_ends - num_sampled[kept], num_sampled[kept]),
+            sampled_positions=ranges(seq_lens - num_sampled + 1, num_sampled),
+            sample_places=ranges(kept_ends - num_sampled[kept], num_sampled[kept]),
             prompt_targets=prompt_targets,
         )
 
@@ -229,17 +235,11 @@ class PersistentBatch:
         counts = np.clip(self._prompt_lens[rows] - 1 - num_computed, 0, num_asked)
         of_row = np.repeat(rows, counts)
         has_any = counts > 0
-        token_ids = self._token_ids[of_row, _ranges(num_computed + 1, counts)]
+        token_ids = self._token_ids[of_row, ranges(num_computed + 1, counts)]
         return PromptTargets(
             rows=rows[has_any].tolist(),
             counts=counts[has_any].tolist(),
             num_top=self._num_top_prompt_logprobs[of_row].tolist(),
-            kept_places=_ranges(first_places, counts),
+            kept_places=ranges(first_places, counts),
             token_ids=token_ids.astype(np.int64),
         )
-
-
-def _ranges(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """[first, first + count) for each of both int64 [k], laid end to end."""
-    ends = np.cumsum(counts)
-    return np.arange(counts.sum()) + np.repeat(firsts - ends + counts, counts)

@@ -75,18 +75,9 @@ class Sampler:
     ) -> list[TokenLogprobs]:
         """Of given tokens [n] under raw logits, float32 [n, vocab_size], with num_top[i] likeliest
         ones each."""
-        logprobs, top_ids, top = self._kernels.token_logprobs(logits, token_ids, max(num_top))
-        values = zip(
-            num_top,
-            _finite(logprobs).tolist(),
-            top_ids.tolist(),
-            _finite(top).tolist(),
-            strict=True,
+        return list_logprobs(
+            num_top, *self._kernels.token_logprobs(logits, token_ids, max(num_top))
         )
-        return [
-            TokenLogprobs(logprob, tuple(ids[:k]), tuple(likeliest[:k]))
-            for k, logprob, ids, likeliest in values
-        ]
 
     def _edit(self, logits: Tensor, inputs: SamplingInputs) -> None:
         """All that comes before the temperature: masks, biases and bans, penalties; in place."""
@@ -108,6 +99,23 @@ class Sampler:
         entries = self.score(raw, chosen, wanted.num_top)
         for row, entry in zip(wanted.rows.tolist(), entries, strict=True):
             result[row] = entry
+
+
+def list_logprobs(
+    num_top: Sequence[int], logprobs: Tensor, top_ids: Tensor, top: Tensor
+) -> list[TokenLogprobs]:
+    """What `Kernels.token_logprobs` gives, on the host, as it is reported; num_top [n]."""
+    values = zip(
+        num_top,
+        _finite(logprobs).tolist(),
+        top_ids.tolist(),
+        _finite(top).tolist(),
+        strict=True,
+    )
+    return [
+        TokenLogprobs(logprob, tuple(ids[:k]), tuple(likeliest[:k]))
+        for k, logprob, ids, likeliest in values
+    ]
 
 
 def _raw_rows(logits: Tensor, inputs: SamplingInputs) -> Tensor:

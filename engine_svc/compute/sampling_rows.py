@@ -70,13 +70,22 @@ class SamplingRows:
     """The sampling parameters of each row.
 
     `token_ids` int32 [rows, longest] and `prompt_lens` int64 [rows] are the batch's own arrays.
+    With `tokens_on_device` penalties come with empty `token_ids`, for that of the device.
     """
 
-    def __init__(self, token_ids: np.ndarray, prompt_lens: np.ndarray, vocab_size: int) -> None:
+    def __init__(
+        self,
+        token_ids: np.ndarray,
+        prompt_lens: np.ndarray,
+        vocab_size: int,
+        *,
+        tokens_on_device: bool = False,
+    ) -> None:
         num_rows = len(prompt_lens)
         self._token_ids = token_ids
         self._prompt_lens = prompt_lens
         self._vocab_size = vocab_size
+        self._tokens_on_device = tokens_on_device
         self._options = np.zeros(num_rows, np.uint8)
         self._filters = np.zeros((3, num_rows), np.float32)
         self._top_k = np.zeros(num_rows, np.int64)
@@ -87,7 +96,7 @@ class SamplingRows:
         self._allowed = np.zeros((num_rows, -(-vocab_size // _BITS_PER_WORD)), np.int32)
         self._biases = TokenBiasRows(token_ids, prompt_lens, vocab_size)
         # Of the last step, for the next one with the same rows.
-        self._gathered_rows = b""
+        self._gathered_rows: bytes | None = b""
         self._positions = np.zeros(num_rows, np.int64)
         self._gathered = self._gather_filters(np.empty(0, np.int64))
         self._gathered_options = self._options[:0]
@@ -95,7 +104,7 @@ class SamplingRows:
 
     def start(self, row: int, sampling: SamplingParameters) -> None:
         """Takes over a row's parameters; its tokens and prompt length are in the arrays already."""
-        self._gathered_rows = b""
+        self._gathered_rows = None
         self._filters[:, row] = sampling.temperature, sampling.min_p, sampling.top_p
         self._top_k[row] = sampling.top_k
         self._seeds[row] = sampling.seed
@@ -167,9 +176,10 @@ class SamplingRows:
     ) -> Penalties:
         places = np.flatnonzero(options & _Option.PENALTIES)
         rows, seq_lens = rows[places], seq_lens[places]
+        longest = 0 if self._tokens_on_device else int(seq_lens.max())
         return Penalties(
             torch.from_numpy(places),
-            torch.from_numpy(self._token_ids[rows, : int(seq_lens.max())]),
+            torch.from_numpy(self._token_ids[rows, :longest]),
             torch.from_numpy(self._prompt_lens[rows]),
             torch.from_numpy(seq_lens),
             *torch.from_numpy(self._penalties[:, rows]),

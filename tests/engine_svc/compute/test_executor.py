@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine_svc.compute import executor as executor_module
+from engine_svc.compute import memory
 from engine_svc.compute.executor import Executor, ExecutorConfig
 from engine_svc.planning.step import (
     RowStart,
@@ -61,7 +62,7 @@ def test_without_a_size_the_kv_cache_takes_no_more_than_the_batch_can_use(model_
 def test_engines_of_one_machine_share_what_is_free(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor_module, "free_memory_bytes", lambda: 1 << 28)
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda: 1 << 28)
     monkeypatch.setattr(executor_module, "_MACHINE_THREADS", 4)
     threads = torch.get_num_threads()
     try:
@@ -113,7 +114,7 @@ def test_what_cannot_be_is_refused_in_one_line(model_path: Path, overrides, mess
 def test_a_model_larger_than_the_free_memory_is_refused(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor_module, "free_memory_bytes", lambda: 100_000)
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda: 100_000)
     with pytest.raises(StartupError, match=r"MiB for the model .* 97\.66 KiB are free"):
         load_tiny_executor(model_path, kv_memory_bytes=0)
 

@@ -1,0 +1,279 @@
+"""The executor of a device: steps are queued, up to two at a time, and waited for later.
+
+A step's tokens are appended to its rows on the device, so the next step can be planned, staged and
+queued while it runs. Decode steps without more to them run as graphs.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from engine_svc.compute.decode_graphs import DecodeGraphs, capture_graphs
+from engine_svc.compute.device_batch import DeviceBatch, DeviceStep, StepTensors
+from engine_svc.compute.device_memory import largest_step, max_graph_bytes, num_device_blocks
+from engine_svc.compute.device_sampler import (
+    DeviceSampler,
+    PendingLogprobs,
+    PendingTokens,
+    has_options,
+)
+from engine_svc.compute.devices import Device
+from engine_svc.compute.executor_config import ExecutorConfig
+from engine_svc.compute.grammar_compiler import GrammarCompiler
+from engine_svc.compute.grammar_rows import GrammarRows
+from engine_svc.compute.kv_storage import KvStorage, kv_block_bytes
+from engine_svc.compute.launched_step import LaunchedStep
+from engine_svc.compute.loading import load_decoder, max_model_len_of
+from engine_svc.compute.memory import format_bytes, num_host_blocks
+from engine_svc.compute.model.config import ModelConfig
+from engine_svc.compute.model.decoder import Decoder
+from engine_svc.compute.model.weights import open_source
+from engine_svc.compute.persistent_batch import PromptTargets
+from engine_svc.compute.prompt_scoring import MAX_ROWS_AT_ONCE
+from engine_svc.planning.step import StepPlan, StepResult
+from engine_svc.planning.step_profile import StepProfile
+from kernels import Kernels
+
+
+class DeviceExecutor:
+    """Owns a model on a device, its KV cache and the rows of the running batch.
+
+    Used by one thread. `use` must give it a cache before the first step.
+    """
+
+    max_steps_in_flight = 2
+
+    def __init__(
+        self,
+        device: Device,
+        kernels: Kernels,
+        decoder: Decoder,
+        batch: DeviceBatch,
+        num_threads: int = 1,
+    ) -> None:
+        self._device = device
+        self._kernels = kernels
+        self._decoder = decoder
+        self._batch = batch
+        self._num_threads = num_threads
+        self._max_rows = len(batch.host.staged.rows)
+        self._sampler = DeviceSampler(kernels, device, batch.tables, self._max_rows)
+        self._graphs = DecodeGraphs({})
+        self._kv: KvStorage | None = None
+        self._grammars: GrammarRows | None = None
+        self._profile = StepProfile()
+
+    @classmethod
+    def load(
+        cls,
+        model: Path,
+        config: ExecutorConfig,
+        device: Device,
+        kernels: Kernels,
+        report: Callable[[str], None],
+        num_threads: int = 1,
+    ) -> "DeviceExecutor":
+        """Loads an HF directory or a GGUF file, measures the largest step, captures graphs.
+
+        `report` gets a line now and then. StartupError says in one line what is wrong with the
+        model or why there is not enough memory for it.
+        """
+        report(kernels.description)
+        source = open_source(model)
+        model_config = source.config
+        max_model_len = max_model_len_of(config, model_config)
+        num_blocks = 0
+        if not device.has_own_memory:
+            num_blocks = num_host_blocks(config, source, kernels, max_model_len)
+        with device.computing():
+            decoder = load_decoder(source, kernels, max_model_len, report)
+            batch = DeviceBatch(
+                device,
+                config.max_num_seqs,
+                max_model_len,
+                config.block_size,
+                model_config.vocab_size,
+                config.max_num_batched_tokens,
+            )
+        executor = cls(device, kernels, decoder, batch, num_threads)
+        num_blocks = num_blocks or executor._measure(config, model_config)
+        executor.use(model_config, num_blocks)
+        kv_bytes = num_blocks * kv_block_bytes(kernels, model_config, config.block_size)
+        report(
+            f"KV cache: {num_blocks} blocks of {config.block_size} tokens, {format_bytes(kv_bytes)}"
+        )
+        executor.capture(report)
+        return executor
+
+    @property
+    def num_blocks(self) -> int:
+        assert self._kv is not None
+        return self._kv.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self._batch.host.block_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self._batch.host.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._batch.host.max_model_len
+
+    def use(self, model_config: ModelConfig, num_blocks: int) -> None:
+        """Takes a new KV cache of so many blocks in the place of the one before."""
+        self._kv = None
+        with self._device.computing():
+            self._kv = KvStorage.allocate(self._kernels, model_config, num_blocks, self.block_size)
+
+    def _measure(self, config: ExecutorConfig, model_config: ModelConfig) -> int:
+        """Runs the largest step, and returns how many KV blocks there is room for beside it."""
+        plan, num_blocks = largest_step(
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            self.max_model_len,
+            config.block_size,
+        )
+        block_bytes = kv_block_bytes(self._kernels, model_config, config.block_size)
+        self.use(model_config, num_blocks)
+        self._device.forget_peak()
+        self.execute(plan)
+        memory = self._device.memory()
+        self._kv = None
+        self._device.forget_peak()
+        most_useful = config.max_num_seqs * -(-self.max_model_len // config.block_size)
+        return num_device_blocks(
+            memory, num_blocks * block_bytes, config.kv_memory_bytes, block_bytes, most_useful
+        )
+
+    def capture(self, report: Callable[[str], None]) -> None:
+        """Captures the graphs of decode steps, within a bound of memory. Once."""
+        self._kernels.keep_addresses()
+        free = self._device.memory().free if self._device.has_own_memory else 0
+        with self._device.computing():
+            self._graphs, num_bytes = capture_graphs(
+                self._device,
+                self._batch,
+                self._logits_of,
+                self._sampler,
+                self._max_rows,
+                max_graph_bytes(free),
+            )
+        sizes = self._graphs.sizes
+        report(
+            f"graphs: {len(sizes)} of decode steps of {sizes[0]} to {sizes[-1]} sequences, "
+            f"{format_bytes(num_bytes)} of at most {format_bytes(max_graph_bytes(free))}"
+        )
+
+    def follow_grammars(self, compiler: GrammarCompiler) -> None:
+        """Once, before the first step: rows may have grammars from now on."""
+        self._grammars = GrammarRows(compiler, self._num_threads)
+
+    def profile_into(self, profile: StepProfile) -> None:
+        """Tells `profile` the laps of each step from now on: how long the host takes to queue it,
+        waits for it, and lists what came of it."""
+        self._profile = profile
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self.launch(plan).wait()
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Queues a step, and the copies of its results.
+
+        After an exception here or from `wait` the plan's rows hold nothing of use.
+        """
+        assert not any(step.draft_token_ids for step in plan.steps), "drafts need the host's tokens"
+        with self._device.computing():
+            return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
+        step = self._batch.apply(plan, self._graphs.padded_size)
+        layout = step.layout
+        if self._grammars is not None:
+            for start in plan.starts:
+                self._grammars.start(start)
+        self._profile.lap("stage")
+        sampled: PendingTokens | None = None
+        scored: list[PendingLogprobs] = []
+        grammars: GrammarRows | None = None
+        if step.padded:
+            sampled, grammars = self._run_graph(step)
+        elif plan.steps:
+            hidden = self._hidden_of(step.tensors)
+            self._profile.lap("model")
+            if layout.prompt_targets is not None:
+                scored = self._score_prompts(hidden, layout.prompt_targets)
+            if len(layout.sampled_rows):
+                sampled, grammars = self._sample_eagerly(step, hidden)
+        pending = LaunchedStep(
+            self._device.mark(),
+            self._batch.host,
+            self._profile,
+            layout.sampled_rows,
+            layout.sampled_positions,
+            sampled,
+            grammars,
+            layout.prompt_targets,
+            scored,
+        )
+        self._profile.lap("sample")
+        return pending
+
+    def _run_graph(self, step: DeviceStep) -> tuple[PendingTokens, GrammarRows | None]:
+        graph = self._graphs[step.padded]
+        graph.model.replay()
+        self._profile.lap("model")
+        num_rows = len(step.layout.sampled_rows)
+        return self._sample(step, graph.logits[:num_rows], graph.draw.replay)
+
+    def _sample_eagerly(
+        self, step: DeviceStep, hidden: Tensor
+    ) -> tuple[PendingTokens, GrammarRows | None]:
+        num_rows = len(step.layout.sampled_rows)
+        logits = self._decoder.logits(hidden, step.tensors.sample_places)
+        return self._sample(
+            step, logits, lambda: self._sampler.draw(logits, step.tensors, num_rows)
+        )
+
+    def _sample(
+        self, step: DeviceStep, logits: Tensor, draw: Callable[[], None]
+    ) -> tuple[PendingTokens, GrammarRows | None]:
+        """Samples after `logits` [s, vocab_size]: by `draw` if no row asks for more.
+
+        Returns the grammars too if any row has one. Their masks are filled here, while the device
+        computes the logits.
+        """
+        rows, mask = step.layout.sampled_rows, None
+        if self._grammars is not None:
+            mask = self._grammars.mask(rows.tolist())
+        if mask is None and not has_options(step.sampling):
+            draw()
+            return self._sampler.drawn(len(rows)), None
+        sampled = self._sampler.draw_with_options(logits, step, mask)
+        return sampled, None if mask is None else self._grammars
+
+    def _hidden_of(self, tensors: StepTensors) -> Tensor:
+        """The hidden states of the kept tokens, [K, hidden]."""
+        assert self._kv is not None, "there is no KV cache yet"
+        self._batch.tables.take_tokens(tensors.token_places, tensors.inputs.token_ids)
+        return self._decoder.forward(tensors.inputs, self._kv)
+
+    def _logits_of(self, tensors: StepTensors) -> Tensor:
+        return self._decoder.logits(self._hidden_of(tensors), tensors.sample_places)
+
+    def _score_prompts(self, hidden: Tensor, targets: PromptTargets) -> list[PendingLogprobs]:
+        """See prompt_scoring.py."""
+        scored = []
+        if not targets.num_top:
+            return scored
+        places, token_ids = self._device.upload([targets.kept_places, targets.token_ids])
+        at_once = max(self._max_rows, MAX_ROWS_AT_ONCE)
+        for begin in range(0, len(targets.num_top), at_once):
+            part = slice(begin, begin + at_once)
+            logits = self._decoder.logits(hidden, places[part])
+            scored.append(self._sampler.score(logits, token_ids[part], targets.num_top[part]))
+        self._profile.lap("score prompts")
+        return scored

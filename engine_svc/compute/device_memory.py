@@ -1,0 +1,88 @@
+"""How much of a device's memory the KV cache gets, by what the largest step was seen to take."""
+
+from engine_svc.compute.devices import DeviceMemory
+from engine_svc.compute.memory import format_bytes
+from engine_svc.planning.step import RowStart, RowStep, SamplingParameters, StepPlan
+from protos.wire.errors import StartupError
+
+# Of all the device's memory, what the engine may take when not told. Graphs come out of the rest,
+# and options that copy logits, or gather long sequences.
+_DEVICE_SHARE = 0.9
+# The most that graphs take, and the most of what is free then.
+_MAX_GRAPH_BYTES = 2 << 30
+_MAX_GRAPH_SHARE = 0.5
+
+
+def largest_step(
+    max_num_seqs: int, max_num_tokens: int, max_model_len: int, block_size: int
+) -> tuple[StepPlan, int]:
+    """A step in which every row computes, is asked about its prompt and samples with options; and
+    how many blocks it needs. All rows use the same ones: what is in them does not matter here."""
+    num_rows = min(max_num_seqs, max_num_tokens)
+    length, num_left = divmod(max_num_tokens, num_rows)
+    sampling = SamplingParameters(
+        max_tokens=1,
+        repetition_penalty=1.5,
+        top_k=2,
+        logit_bias=((0, 1.0),),
+        allowed_token_ids=frozenset({0, 1}),
+        logprobs=True,
+        top_logprobs=1,
+        prompt_logprobs=True,
+    )
+    starts, steps = [], []
+    for row in range(num_rows):
+        num_tokens = min(length + (row < num_left), max_model_len)
+        blocks = range(-(-num_tokens // block_size))
+        starts.append(RowStart(row, [0] * num_tokens, num_tokens, sampling, blocks))
+        steps.append(RowStep(row, 0, num_tokens, (), True, num_tokens > 1))
+    return StepPlan(starts, steps), len(starts[0].block_ids)
+
+
+def bytes_for_kv(memory: DeviceMemory, measured_kv_bytes: int) -> int:
+    """What the engine's share leaves beside the model, the largest step and what others take.
+
+    `memory` as the largest step left it, with a cache of measured_kv_bytes.
+    """
+    return int(memory.total * _DEVICE_SHARE) - _taken(memory, measured_kv_bytes)
+
+
+def num_device_blocks(
+    memory: DeviceMemory,
+    measured_kv_bytes: int,
+    wanted_bytes: int,
+    block_bytes: int,
+    most_useful: int,
+) -> int:
+    """How many KV blocks a device holds: wanted_bytes of them, or what there is room for.
+
+    StartupError when that is more than there is, or less than a block.
+    """
+    left = bytes_for_kv(memory, measured_kv_bytes)
+    needed = max(wanted_bytes, block_bytes)
+    taken = _taken(memory, measured_kv_bytes)
+    if needed > (memory.total - taken if wanted_bytes else left):
+        raise StartupError(
+            f"not enough memory on the device: {format_bytes(taken)} are taken by the model, its "
+            f"largest step and others, {format_bytes(needed)} are needed for the KV cache, and "
+            f"it has {format_bytes(memory.total)}"
+        )
+    if not wanted_bytes:
+        return min(left // block_bytes, most_useful)
+    if wanted_bytes < block_bytes:
+        raise StartupError(
+            f"the KV cache is given {format_bytes(wanted_bytes)}, "
+            f"but one block takes {format_bytes(block_bytes)}"
+        )
+    return wanted_bytes // block_bytes
+
+
+def max_graph_bytes(free_bytes: int) -> int:
+    """What graphs may take of what is free once all else has its memory."""
+    return min(_MAX_GRAPH_BYTES, int(free_bytes * _MAX_GRAPH_SHARE))
+
+
+def _taken(memory: DeviceMemory, measured_kv_bytes: int) -> int:
+    """By all but the KV cache."""
+    others = memory.total - memory.free - memory.reserved
+    return others + memory.peak - measured_kv_bytes

@@ -1,0 +1,51 @@
+"""What every executor loads: its kernels, and a model's decoder on their device."""
+
+from collections.abc import Callable
+
+import torch
+
+from engine_svc.compute.executor_config import ExecutorConfig
+from engine_svc.compute.model.config import ModelConfig
+from engine_svc.compute.model.decoder import Decoder
+from engine_svc.compute.model.rotary import cos_sin_table
+from engine_svc.compute.model.weights import WeightSource, load_weights
+from kernels import KernelConfig, Kernels, select_kernels
+from protos.wire.errors import StartupError
+
+
+def chosen_kernels(config: ExecutorConfig, device: torch.device, num_threads: int) -> Kernels:
+    """The kernels that a config asks for. StartupError where there are no such ones."""
+    wanted = KernelConfig(
+        weights=config.dtype,
+        activations=config.activations,
+        kv=config.kv_dtype,
+        implementation=config.cpu_kernels if device.type == "cpu" else "auto",
+        num_threads=num_threads,
+        batch_invariant=config.batch_invariant,
+    )
+    try:
+        return select_kernels(device, wanted)
+    except ValueError as error:
+        raise StartupError(str(error)) from error
+
+
+def max_model_len_of(config: ExecutorConfig, model_config: ModelConfig) -> int:
+    """The most tokens of a sequence. StartupError for more than the model was made for."""
+    if config.max_model_len > model_config.max_model_len:
+        raise StartupError(
+            f"max_model_len is {config.max_model_len}, "
+            f"but the model was made for at most {model_config.max_model_len} tokens"
+        )
+    return config.max_model_len or model_config.max_model_len
+
+
+def load_decoder(
+    source: WeightSource, kernels: Kernels, max_model_len: int, report: Callable[[str], None]
+) -> Decoder:
+    """Reads all weights, in inference mode; `report` gets a line now and then."""
+    config = source.config
+    weights = load_weights(source, kernels, kernels.dtype, report)
+    table = cos_sin_table(
+        config.rope, config.head_dim, max_model_len, source.rope_frequency_factors()
+    )
+    return Decoder(kernels, config, weights, table.to(kernels.device))
