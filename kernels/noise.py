@@ -34,15 +34,21 @@ def philox4x32(
     return c0, c1, c2, c3
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+def gumbel_noise(
+    seeds: Tensor, positions: Tensor, vocab_size: int, first_token_id: int = 0
+) -> Tensor:
     """Standard Gumbel noise of every token id, float32 [n, vocab_size].
+
+    Of the ids from first_token_id on, a multiple of 4, where that is given.
 
     The bits of token t at `position` are word t mod 4 of Philox with counter
     (t div 4, position, 0, 0) and key (low, high half of the seed). v = (bits + 1/2) / 2^32 is
     uniform on (0, 1), -log(1 - v) exponential, and minus the log of that Gumbel. seeds int64 [n],
     any value; positions int64 [n] in [0, 2^32).
     """
-    groups = torch.arange((vocab_size + 3) // 4, device=seeds.device)
+    first_group = first_token_id // 4
+    num_groups = (vocab_size + 3) // 4
+    groups = torch.arange(first_group, first_group + num_groups, device=seeds.device)
     words = _words(groups[None], seeds, positions)
     noise = torch.stack([_gumbel(word) for word in words], dim=-1)
     return noise.flatten(1)[:, :vocab_size]

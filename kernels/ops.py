@@ -263,6 +263,10 @@ class Kernels(ABC):
         float32 [m]; 1, 0 and 0 leave a row as it was, bit for bit.
         """
 
+    def largest(self, logits: Tensor) -> Tensor:
+        """The largest of each row of logits, float32 [n, V] -> [n]; NaN where there is one."""
+        return logits.amax(dim=-1)
+
     @abstractmethod
     def sample(
         self,

@@ -64,7 +64,7 @@ class Sampler:
         ids = token_ids.tolist()
         errors: list[SamplingError | None] = [None] * len(ids)
         if _UNUSABLE in ids:
-            _reject_rows(logits, inputs, token_ids, errors)
+            _reject_rows(self._kernels.largest(logits), inputs, token_ids, errors)
         logprobs: list[TokenLogprobs | None] = [None] * len(ids)
         if inputs.logprobs is not None and raw is not None:
             self._list_logprobs(raw, token_ids, inputs.logprobs, logprobs)
@@ -135,16 +135,19 @@ def _finite(logprobs: Tensor) -> np.ndarray:
 
 
 def _reject_rows(
-    logits: Tensor, inputs: SamplingInputs, token_ids: Tensor, errors: list[SamplingError | None]
+    largest: Tensor, inputs: SamplingInputs, token_ids: Tensor, errors: list[SamplingError | None]
 ) -> None:
-    """Sets the errors of rows that no token could be chosen for; such rows get token 0."""
+    """Sets the errors of rows that no token could be chosen for; such rows get token 0.
+
+    largest [s]: of each row's logits.
+    """
     edits = [mask.rows for mask in inputs.masks]
     if inputs.biases is not None:
         edits.append(inputs.biases.rows)
     edited = {row for rows in edits for row in rows.tolist()}
     for row, token_id in enumerate(token_ids.tolist()):
         if token_id == _UNUSABLE:
-            is_empty = float(logits[row].max()) == -math.inf
+            is_empty = float(largest[row]) == -math.inf
             errors[row] = (
                 SamplingError.NO_TOKEN_LEFT
                 if is_empty and row in edited

@@ -1,4 +1,4 @@
-"""A rank's share of a model: the shares make up the whole, and a rank reads no more than its own."""
+"""A rank's share of a model: all shares make up the whole, and a rank reads only its own."""
 
 from collections.abc import Mapping
 from pathlib import Path
