@@ -31,6 +31,7 @@ class Rows(ctypes.Structure):
         ("quantised", _ADDRESS),
         ("scales", _ADDRESS),
         ("sums", _ADDRESS),
+        ("halves", c_int32),
     )
 
 

@@ -27,6 +27,8 @@ from kernels.cpu.native_weights import WeightPacker
 from kernels.cpu.packed_weight import PackedWeight
 from kernels.ops import CapturedRun, Kernels, StoredKind, StoredMatrix
 
+# What activations are rounded to where weights are quantised: int8, or 16 bits as two of these.
+NUM_HALVES = {"int8": 1, "int16": 2, "float32": 1}
 # TlKvType.
 KV_TYPES = {"float16": 0, "float32": 1, "int8": 2}
 
@@ -46,7 +48,9 @@ class NativeKvCache:
 
 
 class NativeKernels(NativeSampling, Kernels):
-    """Activations are float32. `weights` is a policy of native_weights.py, `kv` one of KV_TYPES.
+    """Activations are float32, and `activations`, one of NUM_HALVES, to quantised weights.
+
+    `weights` is a policy of native_weights.py, `kv` one of KV_TYPES.
 
     Called outside `capture`, an op runs at once, as a program of its own. One instance serves one
     thread.
@@ -55,22 +59,26 @@ class NativeKernels(NativeSampling, Kernels):
     dtype = torch.float32
     uses_torch_threads = False
 
-    def __init__(self, library: CDLL, num_threads: int, weights: str, kv: str) -> None:
+    def __init__(
+        self, library: CDLL, num_threads: int, weights: str, activations: str, kv: str
+    ) -> None:
         self._threads = NativePool(library, num_threads)
         super().__init__(library, self._threads.handle)
+        self._halves = NUM_HALVES[activations]
         self._kv_type = KV_TYPES[kv]
         self._packer = WeightPacker(library, weights, num_threads)
         self._recorder: Recorder | None = None
         self.stored_kinds = self._packer.stored_kinds
         build = library.tl_instruction_set().decode()
         self.description = (
-            f"native CPU kernels: {build}, threads: {num_threads}, weights: {weights}, KV: {kv}"
+            f"native CPU kernels: {build}, threads: {num_threads}, "
+            f"weights: {weights}, activations: {activations}, KV: {kv}"
         )
 
     def capture(
         self, compute: Callable[[], Tensor], counted: Sequence[Sequence[Tensor]]
     ) -> CapturedRun:
-        return self._program(Recorder(counted), compute)
+        return self._program(Recorder(self._halves, counted), compute)
 
     def _program(self, recorder: Recorder, compute: Callable[[], Tensor]) -> NativeProgram:
         assert self._recorder is None, "a capture in the middle of another"
@@ -85,7 +93,7 @@ class NativeKernels(NativeSampling, Kernels):
         """The result of an op that adds itself to a recorder."""
         if self._recorder is not None:
             return op(self._recorder)
-        recorder = Recorder()
+        recorder = Recorder(self._halves)
         program = self._program(recorder, lambda: op(recorder))
         program(*recorder.lengths)
         return program.result
@@ -230,7 +238,7 @@ class NativeKernels(NativeSampling, Kernels):
         block_size: int,
         rows: Tensor | None = None,
     ) -> AttentionPlan:
-        recorder = self._recorder or Recorder()
+        recorder = self._recorder or Recorder(self._halves)
         return AttentionPlan(
             recorder.integers(cu_seqlens),
             recorder.integers(seq_lens),

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 GROUP_COLUMNS = 32
-# Quantised: two bytes a column.
-GROUP_BYTES = 64
 _ALIGNMENT = 64
 # Floats: more than any program needs.
 _SPACE = 1 << 44
@@ -18,11 +16,12 @@ _SPACE = 1 << 44
 @dataclass(eq=False, slots=True)
 class Buffer:
     """Rows of activations that one op writes. Who reads them decides in which forms: as floats,
-    or quantised in groups of 32 columns."""
+    or quantised in groups of 32 columns, with one byte a column or two."""
 
     count: int
     num_rows: int  # the most
     width: int
+    halves: int
     has_values: bool = False
     is_quantised: bool = False
     # Set at last: where each form begins.
@@ -40,12 +39,16 @@ class Buffer:
         return _align(self.num_rows * self.width * 4) if self.has_values else 0
 
     @property
+    def _quantised_bytes(self) -> int:
+        return _align(self.num_rows * self._num_groups * GROUP_COLUMNS * self.halves)
+
+    @property
     def num_bytes(self) -> int:
         """Of all its forms."""
         num_bytes = self.values_bytes
         if self.is_quantised:
             num_groups = self.num_rows * self._num_groups
-            num_bytes += _align(num_groups * GROUP_BYTES) + 2 * _align(num_groups * 4)
+            num_bytes += self._quantised_bytes + 2 * _align(num_groups * 4)
         return num_bytes
 
     def place(self, address: int) -> None:
@@ -55,7 +58,7 @@ class Buffer:
         if self.is_quantised:
             num_groups = self.num_rows * self._num_groups
             self.quantised = address + self.values_bytes
-            self.scales = self.quantised + _align(num_groups * GROUP_BYTES)
+            self.scales = self.quantised + self._quantised_bytes
             self.sums = self.scales + _align(num_groups * 4)
 
 
@@ -92,9 +95,11 @@ class BufferSpace:
     """Hands out buffers as tensors without memory, of which torch makes views as of others.
 
     They all lie in one tensor of the device `meta`, so that where a view begins says whose it is.
+    Quantised, they have so many `halves`, as TlRows says.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, halves: int) -> None:
+        self._halves = halves
         self._space = torch.empty(_SPACE, device="meta")
         self._buffers: list[Buffer] = []
         self._firsts: list[int] = []
@@ -102,7 +107,7 @@ class BufferSpace:
 
     def new(self, count: int, num_rows: int, width: int) -> Tensor:
         """[num_rows, width]."""
-        self._buffers.append(Buffer(count, num_rows, width))
+        self._buffers.append(Buffer(count, num_rows, width, self._halves))
         self._firsts.append(self._end)
         size = num_rows * width
         rows = self._space[self._end : self._end + size].view(num_rows, width)

@@ -48,10 +48,11 @@ def fuse(ops: Iterable[Op], result: Buffer | None) -> list[Op]:
     return fused
 
 
-def settle_forms(ops: Sequence[Op], result: Buffer | None) -> list[Op]:
+def settle_forms(ops: Sequence[Op], result: Buffer | None, halves: int) -> list[Op]:
     """Marks in which forms each buffer is written: those that somebody reads.
 
-    What a quantised product reads is written so by the op before, or else quantised in between.
+    What a quantised product reads is written so by the op before, or else quantised in between, to
+    `halves`.
     """
     producers = {op.out: op for op in ops if _writes_whole(op)}
     changed = {span.owner for op in ops for span in op.updates}
@@ -76,7 +77,7 @@ def settle_forms(ops: Sequence[Op], result: Buffer | None) -> list[Op]:
             elif comes_quantised(op.x):
                 op.x.buffer.is_quantised = True
             else:
-                quantised = Buffer(op.count, _num_rows(op.x), op.x.width, is_quantised=True)
+                quantised = Buffer(op.count, _num_rows(op.x), op.x.width, halves, is_quantised=True)
                 settled.append(replace(op, x=Span.of(quantised)))
                 op = Quantise(op.count, op.x, quantised)
                 _want_values(op.reads)

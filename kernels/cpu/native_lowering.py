@@ -81,10 +81,11 @@ def rows_of(buffer: Buffer) -> native.Rows:
         buffer.quantised or None,
         buffer.scales or None,
         buffer.sums or None,
+        buffer.halves,
     )
 
 
 def rows_of_span(span: Span) -> native.Rows:
     if span.buffer is not None and span.is_whole:
         return rows_of(span.buffer)
-    return native.Rows(span.address, span.stride, None, None, None)
+    return native.Rows(span.address, span.stride)

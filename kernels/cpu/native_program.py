@@ -29,11 +29,13 @@ class NativePool:
 
 class Recorder:
     """Takes down ops. With `counted`, as `Kernels.capture` has it, tensors' rows go by those
-    counts; without, tensors of equal lengths have a count, which is that length."""
+    counts; without, tensors of equal lengths have a count, which is that length. What is quantised
+    has so many `halves`, as TlRows says."""
 
-    def __init__(self, counted: Sequence[Sequence[Tensor]] | None = None) -> None:
+    def __init__(self, halves: int, counted: Sequence[Sequence[Tensor]] | None = None) -> None:
+        self.halves = halves
         self.ops: list[Op] = []
-        self._space = BufferSpace()
+        self._space = BufferSpace(halves)
         self._is_capturing = counted is not None
         # By address of a tensor, or by length.
         self._counts = {
@@ -93,7 +95,7 @@ class NativeProgram:
         if result.is_meta:
             buffer = recorder.buffer(result)
             self.result = torch.empty(result.shape)
-        ops = settle_forms(fuse(recorder.ops, buffer), buffer)
+        ops = settle_forms(fuse(recorder.ops, buffer), buffer, recorder.halves)
         self._arena = _place_buffers(ops, buffer, self.result)
         self._program = library.tl_program_new()
         if not self._program:

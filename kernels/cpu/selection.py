@@ -46,11 +46,20 @@ def _native_kernels(config: KernelConfig, build: str) -> NativeKernels:
         kv = "float32" if config.weights == "float32" else "float16"
     elif kv == "bfloat16":
         raise ValueError("the native kernels hold KV in float16, float32 or int8")
-    return NativeKernels(library.load(build), config.num_threads, config.weights, kv)
+    activations = config.activations
+    if config.weights in ("float32", "bfloat16"):
+        if activations != "auto":
+            raise ValueError(f"beside {config.weights} weights activations are not rounded")
+        activations = "float32"
+    elif activations == "auto":
+        activations = "int8"
+    return NativeKernels(library.load(build), config.num_threads, config.weights, activations, kv)
 
 
 def _torch_kernels(config: KernelConfig) -> CpuKernels:
     dtype = _TORCH_DTYPES.get(config.weights)
+    if config.activations != "auto":
+        raise ValueError("torch's own kernels do not round activations")
     if dtype is None:
         raise ValueError(f"torch's own kernels do not compute with {config.weights} weights")
     if config.kv not in ("auto", str(dtype).removeprefix("torch.")):

@@ -54,10 +54,11 @@ class _EagerModel:
         self._kernels = select_kernels(
             torch.device("cpu"),
             KernelConfig(
-                settings.dtype,
-                settings.kv_dtype,
-                settings.cpu_kernels,
-                settings.num_threads or torch.get_num_threads(),
+                weights=settings.dtype,
+                activations=settings.activations,
+                kv=settings.kv_dtype,
+                implementation=settings.cpu_kernels,
+                num_threads=settings.num_threads or torch.get_num_threads(),
             ),
         )
         self._config = config

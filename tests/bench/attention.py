@@ -159,7 +159,7 @@ class Bench:
             layer = library.KvLayer(cache.ctypes.data, kind, BLOCK_SIZE, *sizes)
             native.tl_add_attention(
                 *(program, 0, plan, query.ctypes.data, width, shape.heads, layer, 0.125, 0),
-                library.Rows(out.ctypes.data, width, None, None, None),
+                library.Rows(out.ctypes.data, width),
             )
         counts = (ctypes.c_int64 * 4)(num_tokens, 0, workload.num_sequences)
         pool = native.tl_pool_new(self._num_threads)

@@ -10,9 +10,9 @@
 namespace tokenline {
 namespace {
 
-// Each group of 32 columns: two dot products of integers, with the halves of the activations (4-bit
-// weights unpacked once for all rows of a tile), their sum to float, scale · scale, fma, and for a
-// minimum one more fma.
+// Each group of 32 columns: a dot product of integers with each half of the activations (4-bit weights
+// unpacked once for all rows of a tile), their sum to float, scale · scale, fma, and for a minimum one
+// more fma.
 enum Mix { kDotsAlone = 0, kQ4 = 1, kQ8 = 2 };
 
 #if defined(TL_AVX512)
@@ -28,22 +28,23 @@ TL_INLINE Bytes shift(Bytes both) { return _mm512_srli_epi16(both, 4); }
 TL_INLINE Bytes offset(Bytes w) { return _mm512_xor_si512(w, _mm512_set1_epi8(-128)); }
 TL_INLINE Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 TL_INLINE Floats add_product(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+TL_INLINE Floats to_floats(Bytes sums) { return _mm512_cvtepi32_ps(sums); }
+// 255 · a + b.
+TL_INLINE Bytes join(Bytes a, Bytes b) {
+  return _mm512_add_epi32(_mm512_sub_epi32(_mm512_slli_epi32(a, 8), a), b);
+}
 
 struct Sums {
   Bytes v = _mm512_setzero_si512();
   TL_INLINE void add(Bytes w, Bytes x, Mix) { v = _mm512_dpbusd_epi32(v, w, x); }
-  // 255 · these, the high halves, and the low ones.
-  TL_INLINE Floats floats(const Sums& low, Mix) const {
-    const Bytes high = _mm512_sub_epi32(_mm512_slli_epi32(v, 8), v);
-    return _mm512_cvtepi32_ps(_mm512_add_epi32(high, low.v));
-  }
+  TL_INLINE Bytes whole(Mix) const { return v; }
 };
 
 #elif defined(TL_AVX2)
 
 using Floats = __m256;
 using Bytes = __m256i;
-// Twice the rows of a tile: with these alone, the sums would wait for each other.
+// As many as give sums that do not wait for each other, whatever a tile has.
 constexpr int kVectors = 1;  // of 8 outputs
 constexpr int kRows = 4;
 
@@ -52,6 +53,11 @@ TL_INLINE Bytes shift(Bytes both) { return _mm256_srli_epi16(both, 4); }
 TL_INLINE Bytes offset(Bytes w) { return _mm256_abs_epi8(w); }
 TL_INLINE Floats times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 TL_INLINE Floats add_product(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+TL_INLINE Floats to_floats(Bytes sums) { return _mm256_cvtepi32_ps(sums); }
+// 255 · a + b.
+TL_INLINE Bytes join(Bytes a, Bytes b) {
+  return _mm256_add_epi32(_mm256_sub_epi32(_mm256_slli_epi32(a, 8), a), b);
+}
 
 // Pairs in 16 bits for 4-bit weights, fours in 32 bits for int8.
 struct Sums {
@@ -67,11 +73,6 @@ struct Sums {
   TL_INLINE Bytes whole(Mix mix) const {
     return mix == kQ8 ? v : _mm256_madd_epi16(v, _mm256_set1_epi16(1));
   }
-  // 255 · these, the high halves, and the low ones.
-  TL_INLINE Floats floats(const Sums& low, Mix mix) const {
-    const Bytes a = whole(mix), high = _mm256_sub_epi32(_mm256_slli_epi32(a, 8), a);
-    return _mm256_cvtepi32_ps(_mm256_add_epi32(high, low.whole(mix)));
-  }
 };
 
 #else
@@ -86,10 +87,10 @@ TL_INLINE void renew(V& value) {
   asm volatile("" : "+v"(value));
 }
 
-template <Mix mix>
+template <Mix mix, int halves>
 TL_INLINE void multiply_group(Bytes (&weights)[kVectors], Bytes& x, Floats& scale,
                               Floats (&products)[kVectors][kRows]) {
-  Sums sums[kVectors][2 * kRows];
+  Sums sums[kVectors][halves * kRows];
   TL_UNROLL
   for (int part = 0; part < 4; part++) {
     Bytes even[kVectors], odd[kVectors];
@@ -103,7 +104,7 @@ TL_INLINE void multiply_group(Bytes (&weights)[kVectors], Bytes& x, Floats& scal
                                                            : offset(weights[p]);
     }
     TL_UNROLL
-    for (int r = 0; r < 2 * kRows; r++) {
+    for (int r = 0; r < halves * kRows; r++) {
       renew(x);
       TL_UNROLL
       for (int p = 0; p < kVectors; p++) {
@@ -116,23 +117,26 @@ TL_INLINE void multiply_group(Bytes (&weights)[kVectors], Bytes& x, Floats& scal
   for (int p = 0; p < kVectors; p++) {
     TL_UNROLL
     for (int r = 0; r < kRows; r++) {
-      renew(sums[p][2 * r].v);
-      renew(sums[p][2 * r + 1].v);
+      const Sums* halves_sums = sums[p] + halves * r;
+      renew(sums[p][halves * r].v);
+      renew(sums[p][halves * r + halves - 1].v);
       if (mix == kDotsAlone) continue;
       renew(scale);
-      const Floats dot = sums[p][2 * r].floats(sums[p][2 * r + 1], mix);
+      Bytes whole = halves_sums[0].whole(mix);
+      if constexpr (halves == 2) whole = join(whole, halves_sums[1].whole(mix));
+      const Floats dot = to_floats(whole);
       products[p][r] = add_product(dot, times(scale, scale), products[p][r]);
       if (mix == kQ4) products[p][r] = add_product(scale, scale, products[p][r]);
     }
   }
 }
 
-template <Mix mix>
+template <Mix mix, int halves>
 double multiply(int64_t rounds) {
   Bytes weights[kVectors] = {}, x = {};
   Floats scale = {}, products[kVectors][kRows] = {};
   for (int64_t round = 0; round < rounds; round++) {
-    multiply_group<mix>(weights, x, scale, products);
+    multiply_group<mix, halves>(weights, x, scale, products);
   }
   TL_UNROLL
   for (int p = 0; p < kVectors; p++) {
@@ -143,20 +147,24 @@ double multiply(int64_t rounds) {
   return 2.0 * 32 * outputs * kRows * static_cast<double>(rounds);
 }
 
+template <int halves>
+double multiply(int32_t mix, int64_t rounds) {
+  if (mix == kQ4) return multiply<kQ4, halves>(rounds);
+  return mix == kQ8 ? multiply<kQ8, halves>(rounds) : multiply<kDotsAlone, halves>(rounds);
+}
+
 #endif
 
 }  // namespace
 }  // namespace tokenline
 
 // Operations (a multiplication or an addition is one) that `rounds` rounds did; 0: no loop for it.
-TL_API double tl_limit_operations(int32_t mix, int64_t rounds) {
+TL_API double tl_limit_operations(int32_t mix, int32_t halves, int64_t rounds) {
 #ifdef TL_NO_LIMIT
-  (void)mix, (void)rounds;
+  (void)mix, (void)halves, (void)rounds;
   return 0.0;
 #else
-  using namespace tokenline;
-  if (mix == kQ4) return multiply<kQ4>(rounds);
-  return mix == kQ8 ? multiply<kQ8>(rounds) : multiply<kDotsAlone>(rounds);
+  return halves == 1 ? tokenline::multiply<1>(mix, rounds) : tokenline::multiply<2>(mix, rounds);
 #endif
 }
 

@@ -3,9 +3,9 @@
 Every matrix is multiplied in as many copies as the caches cannot hold, as a model's layers come:
 its weights are read from memory each time. The limits are taken in the same run on as many
 threads: reading memory, and a linear layer's instructions on registers alone (kernel_limits.cpp),
-which are two dot products of int8, for the halves of an activation's 16 bits, unpacking of 4-bit
-weights once for the rows of a tile, and for each group of 32 columns the conversion to float,
-scale · scale and one fma (two with a minimum). A weight times an activation counts once.
+which are a dot product of int8 for each half of the activations, unpacking of 4-bit weights once
+for the rows of a tile, and for each group of 32 columns the conversion to float, scale · scale and
+one fma (two with a minimum). A weight times an activation counts once.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kernels.cpu import build, library
+from kernels.cpu.native_backend import NUM_HALVES
 from tests.fakes.native_ops import runnable_instruction_sets
 
 # As api.h has them.
@@ -45,6 +46,7 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("kernels", help=__doc__.splitlines()[0], description=__doc__)
     parser.add_argument("--builds", default="", help="such as avx2,avx512 (all that run here)")
     parser.add_argument("--formats", default="q4,q8", help=", ".join(FORMATS))
+    parser.add_argument("--activations", choices=("int8", "int16"), default="int8")
     parser.add_argument("--rows", default=",".join(map(str, NUM_ROWS)))
     parser.add_argument("--shapes", default="", help="such as 576x576,960x576 (SmolLM2-135M's)")
     parser.add_argument("--gated", action="store_true", help="with silu(gate) · up on 3072x576")
@@ -59,7 +61,8 @@ def run(arguments: argparse.Namespace) -> None:
         for rows, columns in (text.split("x") for text in arguments.shapes.split(",") if text)
     ] or list(SHAPES)
     for name in arguments.builds.split(",") if arguments.builds else runnable_instruction_sets():
-        with Bench(name, arguments.threads, arguments.seconds) as bench:
+        halves = NUM_HALVES[arguments.activations]
+        with Bench(name, halves, arguments.threads, arguments.seconds) as bench:
             table = Table("shape", "format", "rows", "µs", "GOP/s", "of limit", "GB/s", "of limit")
             for format_name in arguments.formats.split(","):
                 for rows, columns in shapes:
@@ -90,8 +93,9 @@ class Limits:
 class Bench:
     """One build on a pool of threads, and the limits for it."""
 
-    def __init__(self, name: str, num_threads: int, seconds: float) -> None:
+    def __init__(self, name: str, halves: int, num_threads: int, seconds: float) -> None:
         self._library = library.load(name)
+        self._halves = halves
         self._seconds = seconds
         self._num_threads = num_threads
         self.limits = self._measure_limits(name)
@@ -133,9 +137,11 @@ class Bench:
         num_bytes = native.tl_packed_bytes(format_code, rows, columns)
         num_copies = max(2, CACHE_BYTES // num_bytes)
         weights = self._pack(format_code, rows, columns, num_bytes, num_copies)
-        inputs, kept = random_rows(num_rows, columns)
+        inputs, kept = random_rows(num_rows, columns, self._halves)
         out = np.zeros((num_rows, rows), np.float32)
-        gated, kept_too = random_rows(num_rows, rows // 2) if is_gated else (None, None)
+        gated, kept_too = (
+            random_rows(num_rows, rows // 2, self._halves) if is_gated else (None, None)
+        )
         program = native.tl_program_new()
         for copy in range(num_copies):
             matrix = library.Matrix(format_code, rows, columns, weights[copy].ctypes.data, None)
@@ -189,7 +195,7 @@ class Bench:
         for mix, label in enumerate(("dots alone", "q4", "q8")):
 
             def multiply(_: int, mix: int = mix) -> float:
-                return float(limits.tl_limit_operations(mix, LIMIT_ROUNDS))
+                return float(limits.tl_limit_operations(mix, self._halves, LIMIT_ROUNDS))
 
             rates[label] = best_rate(multiply, self._num_threads, self._seconds)
         return Limits(best_rate(read, self._num_threads, 2 * self._seconds), rates)
@@ -207,7 +213,7 @@ def load_limits(name: str) -> ctypes.CDLL:
         ]
         subprocess.run(command, check=True, timeout=120)
         limits = ctypes.CDLL(target)
-    limits.tl_limit_operations.argtypes = [ctypes.c_int32, ctypes.c_int64]
+    limits.tl_limit_operations.argtypes = [ctypes.c_int32, ctypes.c_int32, ctypes.c_int64]
     limits.tl_limit_operations.restype = ctypes.c_double
     limits.tl_limit_read.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     limits.tl_limit_read.restype = ctypes.c_float
@@ -242,14 +248,17 @@ def aligned_bytes(size: int) -> np.ndarray:
     return room[start : start + size]
 
 
-def random_rows(num_rows: int, columns: int) -> tuple[library.Rows, tuple[np.ndarray, ...]]:
+def random_rows(
+    num_rows: int, columns: int, halves: int
+) -> tuple[library.Rows, tuple[np.ndarray, ...]]:
     """Activations in every form, and the arrays that hold them."""
     random = np.random.default_rng(1)
     values = random.standard_normal((num_rows, columns), np.float32)
-    quantised = random.integers(-127, 128, (num_rows, 2, columns)).astype(np.int8)
+    quantised = random.integers(-127, 128, (num_rows, halves, columns)).astype(np.int8)
     scales = np.full((num_rows, columns // GROUP), 0.01, np.float32)
-    high, low = quantised.astype(np.float32).swapaxes(0, 1)
-    sums = scales * (255 * high + low).reshape(num_rows, -1, GROUP).sum(-1, dtype=np.float32)
+    whole = quantised.astype(np.float32).swapaxes(0, 1)
+    steps = whole[0] if halves == 1 else 255 * whole[0] + whole[1]
+    sums = scales * steps.reshape(num_rows, -1, GROUP).sum(-1, dtype=np.float32)
     arrays = (values, quantised, scales, sums)
     addresses = [array.ctypes.data for array in arrays]
-    return library.Rows(addresses[0], columns, *addresses[1:]), arrays
+    return library.Rows(addresses[0], columns, *addresses[1:], halves), arrays

@@ -143,7 +143,7 @@ class Activations:
     """Rows in every form that TlRows has."""
 
     values: np.ndarray
-    quantised: np.ndarray
+    quantised: np.ndarray  # [rows, halves, columns]
     scales: np.ndarray
     sums: np.ndarray
 
@@ -153,6 +153,7 @@ class Activations:
             address(self.values),
             self.values.strides[0] // 4,
             *map(address, (self.quantised, self.scales, self.sums)),
+            self.quantised.shape[1],
         )
 
     def part(self, rows: slice) -> "Activations":
@@ -165,36 +166,45 @@ class Activations:
         if not is_quantised:
             return self.values.astype(np.float64)
         num_rows, columns = self.values.shape
-        high, low = self.quantised.astype(np.float64).swapaxes(0, 1)
-        groups = (255 * high + low).reshape(num_rows, -1, GROUP)
+        halves = self.quantised.astype(np.float64).swapaxes(0, 1)
+        whole = halves[0] if len(halves) == 1 else 255 * halves[0] + halves[1]
+        groups = whole.reshape(num_rows, -1, GROUP)
         return (groups * self.scales[..., None]).reshape(num_rows, -1)[:, :columns]
 
 
-def quantised(values: np.ndarray) -> Activations:
+def most_quantised(halves: int) -> int:
+    return 127 if halves == 1 else 32512
+
+
+def quantised(values: np.ndarray, halves: int) -> Activations:
     """As api.h says of TlRows."""
     num_rows, columns = values.shape
     padded = np.zeros((num_rows, -(-columns // GROUP), GROUP), np.float32)
     padded.reshape(num_rows, -1)[:, :columns] = values
     most = np.abs(padded).max(-1)
-    scales = most / np.float32(32512)
-    inverse = np.divide(np.float32(32512), most, out=np.zeros_like(most), where=most > 0)
+    most_q = np.float32(most_quantised(halves))
+    scales = most / most_q
+    inverse = np.divide(most_q, most, out=np.zeros_like(most), where=most > 0)
     steps = np.rint(padded * inverse[..., None])
     sums = scales * steps.sum(-1, dtype=np.float32)
     steps = steps.reshape(num_rows, -1)
-    high = np.rint(steps / 255)
-    halves = np.stack([high, steps - 255 * high], 1).astype(np.int8)
-    return Activations(values, halves, scales, sums)
+    parts = [steps]
+    if halves == 2:
+        high = np.rint(steps / 255)
+        parts = [high, steps - 255 * high]
+    return Activations(values, np.stack(parts, 1).astype(np.int8), scales, sums)
 
 
-def random_activations(num_rows: int, columns: int, seed: int = 1) -> Activations:
-    return quantised(np.random.default_rng(seed).standard_normal((num_rows, columns), np.float32))
+def random_activations(num_rows: int, columns: int, halves: int) -> Activations:
+    random = np.random.default_rng(1)
+    return quantised(random.standard_normal((num_rows, columns), np.float32), halves)
 
 
-def empty_activations(num_rows: int, columns: int) -> Activations:
+def empty_activations(num_rows: int, columns: int, halves: int) -> Activations:
     groups = columns // GROUP
     return Activations(
         np.empty((num_rows, columns), np.float32),
-        np.empty((num_rows, 2, columns), np.int8),
+        np.empty((num_rows, halves, columns), np.int8),
         np.empty((num_rows, groups), np.float32),
         np.empty((num_rows, groups), np.float32),
     )
@@ -207,7 +217,7 @@ def linear(native: Native, weight: Weight, x: Activations) -> np.ndarray:
 
 
 def gated_linear(native: Native, weight: Weight, x: Activations) -> Activations:
-    out = empty_activations(len(x.values), weight.rows // 2)
+    out = empty_activations(len(x.values), weight.rows // 2, x.quantised.shape[1])
     native.run(len(out.values), "tl_add_gated_linear", x.rows, weight.matrix, out.rows)
     return out
 

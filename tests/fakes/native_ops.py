@@ -12,7 +12,7 @@ from kernels.cpu.library import Matrix, Rows, available, best, load
 from kernels.cpu.native_sampling import NativeSampling
 
 _GROUP = 32
-# Quantised values are 255 · high + low.
+# With two halves, quantised values are 255 · high + low.
 _HALF_BASE = 255
 
 
@@ -43,12 +43,12 @@ def aligned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 class QuantisedRows:
     """Memory for the quantised form of activations [rows, width].
 
-    `quantised` [rows, 2, groups · 32] holds the high halves, then the low ones.
+    `quantised` [rows, halves, groups · 32] holds int8, or the high halves and then the low ones.
     """
 
-    def __init__(self, num_rows: int, width: int) -> None:
+    def __init__(self, num_rows: int, width: int, halves: int) -> None:
         groups = -(-width // _GROUP)
-        self.quantised = torch.zeros(num_rows, 2, groups * _GROUP, dtype=torch.int8)
+        self.quantised = torch.zeros(num_rows, halves, groups * _GROUP, dtype=torch.int8)
         self.scales = torch.zeros(num_rows, groups)
         self.sums = torch.zeros(num_rows, groups)
 
@@ -59,17 +59,20 @@ class QuantisedRows:
             self.quantised.data_ptr(),
             self.scales.data_ptr(),
             self.sums.data_ptr(),
+            self.quantised.shape[1],
         )
 
     def dequantised(self) -> Tensor:
-        high, low = self.quantised.float().unbind(1)
-        groups = (_HALF_BASE * high + low).unflatten(1, (-1, _GROUP))
+        whole = self.quantised[:, 0].float()
+        if self.quantised.shape[1] == 2:
+            whole = _HALF_BASE * whole + self.quantised[:, 1].float()
+        groups = whole.unflatten(1, (-1, _GROUP))
         return (groups * self.scales[..., None]).flatten(1)
 
 
 def plain_rows(values: Tensor) -> Rows:
     """TlRows with values only."""
-    return Rows(values.data_ptr(), values.stride(0), None, None, None)
+    return Rows(values.data_ptr(), values.stride(0))
 
 
 def matrix(kind: int, num_rows: int, columns: int, data: Tensor, bias: Tensor | None) -> Matrix:

@@ -24,6 +24,13 @@ def native(request: pytest.FixtureRequest, natives: dict[str, Native]) -> Native
     return natives[request.param]
 
 
+@pytest.fixture(params=[1, 2], ids=["int8", "int16"])
+def halves(request: pytest.FixtureRequest) -> int:
+    """Of quantised activations."""
+    result: int = request.param
+    return result
+
+
 @pytest.fixture
 def random() -> np.random.Generator:
     return np.random.default_rng(0)

@@ -205,14 +205,14 @@ def test_nan_stays_where_it_is_seen(ops, kind, window) -> None:
 
 @pytest.mark.parametrize("shape", [Shape(9, 3, 64), Shape(3, 1, 80), Shape(5, 5, 8)], ids=str)
 @pytest.mark.parametrize("has_values", [False, True])
-def test_results_come_quantised_too(ops, shape, has_values) -> None:
+def test_results_come_quantised_too(ops, shape, has_values, halves) -> None:
     cache = Cache(shape, [40, 300]).fill(ops)
     chunks = [(0, 0, 40), (1, 299, 300)]
     query = torch.cat([cache.queries(*chunk) for chunk in chunks])
     batch = Batch(cache, chunks, query)
     plain = torch.cat(cache.attend(ops, chunks))
     num_rows, width = plain.shape
-    expected, actual = QuantisedRows(num_rows, width), QuantisedRows(num_rows, width)
+    expected, actual = (QuantisedRows(num_rows, width, halves) for _ in range(2))
     values = torch.zeros(num_rows, width)
 
     def quantise(library: Any, program: int) -> None:

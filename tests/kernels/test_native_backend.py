@@ -29,9 +29,20 @@ MAX_TOKENS = 40
 pytestmark = pytest.mark.skipif(not runnable_instruction_sets(), reason="there is no library")
 
 
-def native(weights: str = "float32", kv: str = "auto", num_threads: int = 2) -> Kernels:
+def native(
+    weights: str = "float32",
+    activations: str = "auto",
+    kv: str = "auto",
+    num_threads: int = 2,
+) -> Kernels:
     build = runnable_instruction_sets()[-1]
-    config = KernelConfig(weights, kv, build, num_threads)
+    config = KernelConfig(
+        weights=weights,
+        activations=activations,
+        kv=kv,
+        implementation=build,
+        num_threads=num_threads,
+    )
     return select_kernels(torch.device("cpu"), config)
 
 
@@ -178,7 +189,7 @@ def test_a_captured_run_tells_what_its_ops_took(randn) -> None:
 
 def recorded(kernels: Kernels, compute: Callable[[], Tensor], counted: list[list[Tensor]]):
     """The ops of a capture, as they are when they go to the library."""
-    recorder = Recorder(counted)
+    recorder = Recorder(1, counted)
     program: NativeProgram = kernels._program(recorder, compute)  # type: ignore[attr-defined]
     return program
 
@@ -243,10 +254,10 @@ def test_a_result_that_several_read_is_not_joined(randn) -> None:
         assert activated.shape == (3, 32)
         return product
 
-    recorder = Recorder([[ids]])
+    recorder = Recorder(1, [[ids]])
     kernels._recorder = recorder  # type: ignore[attr-defined]
     result = compute()
     kernels._recorder = None  # type: ignore[attr-defined]
     buffer = recorder.buffer(result)
-    ops = settle_forms(fuse(recorder.ops, buffer), buffer)
+    ops = settle_forms(fuse(recorder.ops, buffer), buffer, recorder.halves)
     assert [type(op).__name__ for op in ops] == ["Embedding", "Linear", "SiluAndMul"]

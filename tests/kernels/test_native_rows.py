@@ -79,27 +79,32 @@ def quantise_op(x: Tensor) -> Op:
     return add
 
 
-def in_all_forms(ops: NativeOps, op: Op, num_rows: int, width: int) -> tuple[Tensor, QuantisedRows]:
+def in_all_forms(
+    ops: NativeOps, op: Op, num_rows: int, width: int, halves: int
+) -> tuple[Tensor, QuantisedRows]:
     values = torch.full((num_rows, width + 3), 7.0)
-    quantised = QuantisedRows(num_rows, width)
+    quantised = QuantisedRows(num_rows, width, halves)
     ops.run(lambda *program: op(*program, quantised.rows(values)), num_rows)
     assert (values[:, width:] == 7.0).all()
     return values[:, :width].clone(), quantised
 
 
-def quantised_plainly(x: Tensor) -> QuantisedRows:
+def quantised_plainly(x: Tensor, halves: int) -> QuantisedRows:
     """What quantise.h says."""
     num_rows, width = x.shape
-    expected = QuantisedRows(num_rows, width)
+    expected = QuantisedRows(num_rows, width, halves)
     groups = torch.nn.functional.pad(x, (0, -width % GROUP)).unflatten(1, (-1, GROUP))
     most = groups.abs().amax(-1)
     is_small = most < 1e-30
-    inverse = torch.where(is_small, 0.0, torch.tensor(32512.0) / most)
+    most_q = torch.tensor(127.0 if halves == 1 else 32512.0)
+    inverse = torch.where(is_small, 0.0, most_q / most)
     rounded = torch.round(groups * inverse[..., None])
-    high = torch.round(rounded.flatten(1) / 255)
-    low = rounded.flatten(1) - 255 * high
-    expected.quantised[:] = torch.stack([high, low], 1).to(torch.int8)
-    expected.scales[:] = torch.where(is_small, 0.0, most / torch.tensor(32512.0))
+    parts = [rounded.flatten(1)]
+    if halves == 2:
+        high = torch.round(parts[0] / 255)
+        parts = [high, parts[0] - 255 * high]
+    expected.quantised[:] = torch.stack(parts, 1).to(torch.int8)
+    expected.scales[:] = torch.where(is_small, 0.0, most / most_q)
     expected.sums[:] = expected.scales * rounded.sum(-1)
     return expected
 
@@ -117,48 +122,48 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
-def test_norms_follow_the_reference(ops, num_rows, width) -> None:
+def test_norms_follow_the_reference(ops, num_rows, width, halves) -> None:
     x, residual, weight = randn(num_rows, width), randn(num_rows, width, seed=1), randn(width)
-    values, quantised = in_all_forms(ops, norm_op(x, weight), num_rows, width)
+    values, quantised = in_all_forms(ops, norm_op(x, weight), num_rows, width, halves)
     assert_close(values, ReferenceKernels().rms_norm(x, weight, EPS))
-    assert_same(quantised, quantised_plainly(values))
+    assert_same(quantised, quantised_plainly(values, halves))
     expected_residual = residual + x
     expected = ReferenceKernels().rms_norm(expected_residual, weight, EPS)
-    values, quantised = in_all_forms(ops, add_norm_op(x, residual, weight), num_rows, width)
+    values, quantised = in_all_forms(ops, add_norm_op(x, residual, weight), num_rows, width, halves)
     assert torch.equal(residual, expected_residual)
     assert_close(values, expected)
-    assert_same(quantised, quantised_plainly(values))
+    assert_same(quantised, quantised_plainly(values, halves))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
-def test_silu_and_mul_follows_the_reference(ops, num_rows, width) -> None:
+def test_silu_and_mul_follows_the_reference(ops, num_rows, width, halves) -> None:
     gate_up = randn(num_rows, 2 * width) * 4
     gate_up[0, 0], gate_up[-1, width - 1] = -1000.0, 1000.0
-    values, quantised = in_all_forms(ops, silu_op(gate_up), num_rows, width)
+    values, quantised = in_all_forms(ops, silu_op(gate_up), num_rows, width, halves)
     assert_close(values, ReferenceKernels().silu_and_mul(gate_up))
-    assert_same(quantised, quantised_plainly(values))
+    assert_same(quantised, quantised_plainly(values, halves))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_quantised_groups_have_a_scale_each(ops, width) -> None:
+def test_quantised_groups_have_a_scale_each(ops, width, halves) -> None:
     x = randn(9, width) * torch.logspace(-28, 30, 9)[:, None]
     x[3], x[4] = 0.0, 1e-35
-    quantised = QuantisedRows(len(x), width)
+    quantised = QuantisedRows(len(x), width, halves)
     ops.run(lambda *program: quantise_op(x)(*program, quantised.rows()), len(x))
-    assert_same(quantised, quantised_plainly(x))
+    assert_same(quantised, quantised_plainly(x, halves))
     padded = torch.nn.functional.pad(x, (0, -width % GROUP))
     rounding = quantised.scales.repeat_interleave(GROUP, dim=1) * 0.501 + 1e-30
     assert ((quantised.dequantised() - padded).abs() <= rounding).all()
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_spoils_its_group_alone(ops, wrong) -> None:
+def test_what_is_not_finite_spoils_its_group_alone(ops, wrong, halves) -> None:
     x = randn(4, 100)
-    clean = QuantisedRows(4, 100)
+    clean = QuantisedRows(4, 100, halves)
     ops.run(lambda *program: quantise_op(x)(*program, clean.rows()), 4)
     x[2, 40] = wrong
-    spoilt = QuantisedRows(4, 100)
+    spoilt = QuantisedRows(4, 100, halves)
     ops.run(lambda *program: quantise_op(x)(*program, spoilt.rows()), 4)
     assert spoilt.scales[2, 1].isnan()
     assert spoilt.sums[2, 1].isnan()
@@ -167,13 +172,13 @@ def test_what_is_not_finite_spoils_its_group_alone(ops, wrong) -> None:
     assert_same(spoilt, clean)
 
 
-def test_a_row_of_nan_leaves_others_as_they_are(ops) -> None:
+def test_a_row_of_nan_leaves_others_as_they_are(ops, halves) -> None:
     x, weight = randn(3, 70), randn(70)
     gate_up = randn(3, 140)
     for data, op in [(x, norm_op(x, weight)), (gate_up, silu_op(gate_up))]:
-        clean, clean_quantised = in_all_forms(ops, op, 3, 70)
+        clean, clean_quantised = in_all_forms(ops, op, 3, 70, halves)
         data[1, 3] = torch.nan
-        values, quantised = in_all_forms(ops, op, 3, 70)
+        values, quantised = in_all_forms(ops, op, 3, 70, halves)
         assert values[1, 3].isnan()
         assert quantised.scales[1, 0].isnan()
         for row in (0, 2):
@@ -182,12 +187,12 @@ def test_a_row_of_nan_leaves_others_as_they_are(ops) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 100])
-def test_rows_are_taken_in_the_forms_that_both_have(ops, num_rows) -> None:
+def test_rows_are_taken_in_the_forms_that_both_have(ops, num_rows, halves) -> None:
     width = 70
     x = randn(40, width)
     indices = torch.randint(0, 40, (num_rows,), generator=torch.Generator().manual_seed(1)).int()
-    _, taken_from = in_all_forms(ops, quantise_op(x), 40, width)
-    values, quantised = torch.zeros(num_rows, width), QuantisedRows(num_rows, width)
+    _, taken_from = in_all_forms(ops, quantise_op(x), 40, width, halves)
+    values, quantised = torch.zeros(num_rows, width), QuantisedRows(num_rows, width, halves)
 
     def take(source: Rows, out: Rows) -> None:
         def add(library: Any, program: int) -> None:
@@ -227,7 +232,7 @@ def test_embedding_looks_rows_up(ops) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_builds_give_the_same_bits_alone_and_together(width) -> None:
+def test_builds_give_the_same_bits_alone_and_together(width, halves) -> None:
     num_rows = 70
     scale = torch.logspace(-12, 12, num_rows)[:, None]
     x, weight = randn(num_rows, width) * scale, randn(width)
@@ -237,7 +242,7 @@ def test_builds_give_the_same_bits_alone_and_together(width) -> None:
         for num_threads in (1, 2):
             with NativeOps(build, num_threads) as ops:
                 for op in [norm_op(x, weight), silu_op(gate_up)]:
-                    results.append(in_all_forms(ops, op, num_rows, width))
+                    results.append(in_all_forms(ops, op, num_rows, width, halves))
     for i, (values, quantised) in enumerate(results):
         assert torch.equal(values, results[i % 2][0])
         assert_same(quantised, results[i % 2][1])
@@ -245,5 +250,5 @@ def test_builds_give_the_same_bits_alone_and_together(width) -> None:
         with NativeOps(BUILDS[-1]) as ops:
             for row in (0, 33, 69):
                 one = slice(row, row + 1)
-                alone, _ = in_all_forms(ops, norm_op(x[one], weight), 1, width)
+                alone, _ = in_all_forms(ops, norm_op(x[one], weight), 1, width, halves)
                 assert torch.equal(alone, results[0][0][one])

@@ -16,12 +16,16 @@ def select(**wanted: str) -> Kernels:
 def test_the_best_build_computes_unless_told() -> None:
     builds = runnable_instruction_sets()
     assert select().description == (
-        f"native CPU kernels: {builds[-1]}, threads: 1, weights: auto, KV: float16"
+        f"native CPU kernels: {builds[-1]}, threads: 1, "
+        "weights: auto, activations: int8, KV: float16"
     )
     for build in builds:
         description = select(implementation=build, weights="float32").description
         assert description.startswith(f"native CPU kernels: {build},")
-        assert description.endswith("weights: float32, KV: float32")
+        assert description.endswith("weights: float32, activations: float32, KV: float32")
+    assert "activations: int16" in select(activations="int16").description
+    with pytest.raises(ValueError, match="beside float32 weights activations are not rounded"):
+        select(weights="float32", activations="int16")
     with pytest.raises(ValueError, match="there are no neon kernels for this machine"):
         select(implementation="neon")
 
@@ -44,6 +48,8 @@ def test_without_a_library_torch_computes_and_says_why(
     assert kernels.description.endswith(reason)
     with pytest.raises(ValueError, match=f"no portable kernels: .*{reason}"):
         select(implementation="portable")
+    with pytest.raises(ValueError, match="do not round activations"):
+        select(activations="int16")
     with pytest.raises(ValueError, match="do not compute with int8 weights"):
         select(weights="int8")
 

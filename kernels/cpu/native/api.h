@@ -103,16 +103,17 @@ TL_API void tl_program_set_profiling(TlProgram*, int32_t is_on);
 TL_API void tl_program_profile(const TlProgram*, double* seconds);
 
 // Rows of activations, as floats, quantised, or both; members that are NULL are not there.
-// Quantised, a group of 32 columns has one scale: x ≈ scale · q, where q = 255 · high + low and both
-// are in [-127, 127], and `sums` holds scale · Σq. A row has the high halves of all its columns, then
-// the low ones. A group with a value that is not finite has scale and sum NaN. Columns up to a
-// multiple of 32 are zero.
+// Quantised, a group of 32 columns has one scale: x ≈ scale · q, and `sums` holds scale · Σq. With
+// one half, q is in [-127, 127]; with two, q = 255 · high + low, both in [-127, 127], and a row has
+// the high halves of all its columns, then the low ones. A group with a value that is not finite has
+// scale and sum NaN. Columns up to a multiple of 32 are zero.
 typedef struct {
   float* values;
   int64_t stride;
-  int8_t* quantised;       // [rows, 2, groups · 32]
+  int8_t* quantised;       // [rows, halves, groups · 32]
   float* scales;           // [rows, groups]
   float* sums;             // [rows, groups]
+  int32_t halves;          // 1 or 2, where there is a quantised form
 } TlRows;
 
 // out[i] = row ids[i] of `table`. out.values only.

@@ -3,7 +3,7 @@
 // The only part of a linear layer that is written per instruction set: sums of integers are exact,
 // so that every way to them gives the same bits. Each build says how much of it fits registers:
 //
-//   kRowsPerTile      rows of int8 that share one read of the weights: two for one of activations
+//   rows_per_tile     rows that share one read of the weights, by the halves of their activations
 //   kOffsetsInt8      int8 weights are taken as unsigned, w + 128; the sums start at -128 · Σx
 //
 // `sums` come as what the dot products are to be added to: zeros, but for kOffsetsInt8.
@@ -31,7 +31,8 @@ struct GroupRows {
 
 #if defined(TL_AVX512)
 
-constexpr int kRowsPerTile = 16, kFloatRowsPerTile = 8;
+constexpr int rows_per_tile(int /*halves*/) { return 8; }
+constexpr int kFloatRowsPerTile = 8;
 constexpr bool kOffsetsInt8 = true;
 
 TL_INLINE __m512i broadcast_quad(const int8_t* p) {
@@ -72,7 +73,8 @@ TL_INLINE void add_dots_q8(const uint8_t* values, GroupRows x, I32x16 (&sums)[R]
 
 #elif defined(TL_AVX2)
 
-constexpr int kRowsPerTile = 4, kFloatRowsPerTile = 6;
+constexpr int rows_per_tile(int halves) { return 4 / halves; }
+constexpr int kFloatRowsPerTile = 6;
 constexpr bool kOffsetsInt8 = false;
 
 TL_INLINE __m256i broadcast_quad(const int8_t* p) {
@@ -148,7 +150,8 @@ TL_INLINE void add_dots_q8(const uint8_t* values, GroupRows x, I32x16 (&sums)[R]
 
 #elif defined(TL_NEON)
 
-constexpr int kRowsPerTile = 4, kFloatRowsPerTile = 4;
+constexpr int rows_per_tile(int halves) { return 4 / halves; }
+constexpr int kFloatRowsPerTile = 4;
 constexpr bool kOffsetsInt8 = false;
 
 TL_INLINE int8x16_t broadcast_quad(const int8_t* p) {
@@ -200,7 +203,8 @@ TL_INLINE void add_dots_q8(const uint8_t* values, GroupRows x, I32x16 (&sums)[R]
 
 #else
 
-constexpr int kRowsPerTile = 4, kFloatRowsPerTile = 2;
+constexpr int rows_per_tile(int halves) { return 4 / halves; }
+constexpr int kFloatRowsPerTile = 2;
 constexpr bool kOffsetsInt8 = false;
 
 // Adds `num_quads` quads, whose products' sums fit into 16 bits.

@@ -69,5 +69,5 @@ using namespace tokenline;
 void tl_add_gated_linear(TlProgram* program, int32_t count, TlRows in, const TlMatrix* gate_up,
                          TlRows out) {
   program->begin_op("gated_linear");
-  add_linear_stage<GatedStage>(program, gate_up->format, count, in, *gate_up, out);
+  add_linear_stage<GatedStage>(program, count, in, *gate_up, out);
 }

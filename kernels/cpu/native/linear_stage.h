@@ -115,7 +115,7 @@ class LinearStage : public Stage {
     if constexpr (std::is_same_v<Rows, FloatRows>) {
       return FloatRows{in_.values, in_.stride, weight_.columns}.from(block.first_row);
     } else {
-      QuantisedRows x{in_.quantised, in_.scales, in_.sums, nullptr, num_groups(weight_.columns)};
+      Rows x{in_.quantised, in_.scales, in_.sums, nullptr, num_groups(weight_.columns)};
       x = x.from(block.first_row);
       if (Format::kOffsets) {
         auto* offsets = reinterpret_cast<int32_t*>(memory);
@@ -128,7 +128,7 @@ class LinearStage : public Stage {
 
   // -128 · Σq, where `sums` are scale · Σq: the quotient is a rounding away from an integer of at
   // most 21 bits. A scale of zero or NaN gives zero, whose product with that scale is right.
-  static void find_offsets(const QuantisedRows& x, int64_t size, int32_t* offsets) {
+  static void find_offsets(const Rows& x, int64_t size, int32_t* offsets) {
     I32x16 most = broadcast_int(0);
     for (int64_t i = 0; i < size; i += kLanes) {
       const F32x16 sums = load_some(x.sums + i, size - i);
@@ -141,12 +141,16 @@ class LinearStage : public Stage {
   }
 
   // The same where a group's sum is too large for a float, though its values are not.
-  static void count_offsets(const QuantisedRows& x, int64_t size, int32_t* offsets) {
+  static void count_offsets(const Rows& x, int64_t size, int32_t* offsets) {
+    constexpr int kHalves = Format::kHalves;
     for (int64_t i = 0; i < size; i++) {
       offsets[i] = 0;
-      const int8_t* high = x.quantised + (i / x.groups * 2 * x.groups + i % x.groups) * kGroup;
-      const int8_t* low = high + x.groups * kGroup;
-      for (int64_t k = 0; k < kGroup; k++) offsets[i] -= 128 * (kHalfBase * high[k] + low[k]);
+      const int64_t group = i / x.groups * kHalves * x.groups + i % x.groups;
+      const int8_t* first = x.quantised + group * kGroup;
+      const int8_t* low = first + x.groups * kGroup;
+      for (int64_t k = 0; k < kGroup; k++) {
+        offsets[i] -= 128 * (kHalves == 1 ? first[k] : kHalfBase * first[k] + low[k]);
+      }
     }
   }
 
@@ -158,22 +162,36 @@ class LinearStage : public Stage {
   int64_t unit_products_;
 };
 
-// Adds Kind<the format's panels>, made of `arguments`, to the program.
+// A type as a value.
+template <class T>
+struct Tag {
+  using Type = T;
+};
+
+// Adds Kind<the panels of `weight`'s format>, made of the count, `in` and what follows.
 template <template <class> class Kind, class... Arguments>
-void add_linear_stage(TlProgram* program, int32_t format, const Arguments&... arguments) {
-  switch (format) {
+void add_linear_stage(TlProgram* program, int32_t count, const TlRows& in, const TlMatrix& weight,
+                      const Arguments&... arguments) {
+  const auto add = [&](auto panels) {
+    using Panels = typename decltype(panels)::Type;
+    program->add(std::make_unique<Kind<Panels>>(count, in, weight, arguments...));
+  };
+  const auto add_quantised = [&](auto int8, auto int16) {
+    in.halves == 1 ? add(int8) : add(int16);
+  };
+  switch (weight.format) {
     case TL_Q4:
-      return program->add(std::make_unique<Kind<Q4Panels>>(arguments...));
+      return add_quantised(Tag<Q4Panels<1>>{}, Tag<Q4Panels<2>>{});
     case TL_Q4_WIDE:
-      return program->add(std::make_unique<Kind<Q4WidePanels>>(arguments...));
+      return add_quantised(Tag<Q4WidePanels<1>>{}, Tag<Q4WidePanels<2>>{});
     case TL_Q8:
-      return program->add(std::make_unique<Kind<Q8Panels>>(arguments...));
+      return add_quantised(Tag<Q8Panels<1>>{}, Tag<Q8Panels<2>>{});
     case TL_F16:
-      return program->add(std::make_unique<Kind<F16Panels>>(arguments...));
+      return add(Tag<F16Panels>{});
     case TL_BF16:
-      return program->add(std::make_unique<Kind<Bf16Panels>>(arguments...));
+      return add(Tag<Bf16Panels>{});
     default:
-      return program->add(std::make_unique<Kind<F32Panels>>(arguments...));
+      return add(Tag<F32Panels>{});
   }
 }
 

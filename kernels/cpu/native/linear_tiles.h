@@ -4,7 +4,7 @@
 // tile: so a row's result depends neither on the rows that come with it nor on the build.
 //
 //   quantised   y = fma(dot of integers, scale · x's scale, y); y = fma(minimum, x's sum, y),
-//               where a dot is 255 · that of x's high halves + that of its low ones
+//               where with two halves a dot is 255 · that of x's high ones + that of its low ones
 //   floats      y = fma(weight, x, y) for each column
 #pragma once
 
@@ -15,7 +15,8 @@
 
 namespace tokenline {
 
-// Rows of quantised activations, from one on; each as its high halves and its low ones.
+// Rows of quantised activations, from one on, each in so many halves.
+template <int halves>
 struct QuantisedRows {
   const int8_t* quantised;
   const float* scales;
@@ -25,7 +26,7 @@ struct QuantisedRows {
 
   QuantisedRows from(int64_t row) const {
     const int64_t place = row * groups;
-    return {quantised + 2 * place * kGroup, scales + place, sums + place,
+    return {quantised + halves * place * kGroup, scales + place, sums + place,
             offsets ? offsets + place : nullptr, groups};
   }
 };
@@ -49,9 +50,11 @@ TL_INLINE void fetch_ahead(const uint8_t* weights, int64_t bytes) {
 
 // ------------------------------------------------------------------------------------- quantised
 
+// Of each format: `halves` are those of the activations it is multiplied by.
+template <int halves>
 struct Q4Panels {
-  using Rows = QuantisedRows;
-  static constexpr int kTileRows = kRowsPerTile / 2;
+  using Rows = QuantisedRows<halves>;
+  static constexpr int kHalves = halves, kTileRows = rows_per_tile(halves);
   static constexpr GroupLayout kLayout = group_layout(TL_Q4);
   static constexpr bool kHasMinima = true, kOffsets = false;
 
@@ -67,7 +70,8 @@ struct Q4Panels {
   }
 };
 
-struct Q4WidePanels : Q4Panels {
+template <int halves>
+struct Q4WidePanels : Q4Panels<halves> {
   static constexpr GroupLayout kLayout = group_layout(TL_Q4_WIDE);
 
   TL_INLINE static F32x16 scale(const uint8_t* group) {
@@ -78,9 +82,10 @@ struct Q4WidePanels : Q4Panels {
   }
 };
 
+template <int halves>
 struct Q8Panels {
-  using Rows = QuantisedRows;
-  static constexpr int kTileRows = kRowsPerTile / 2;
+  using Rows = QuantisedRows<halves>;
+  static constexpr int kHalves = halves, kTileRows = rows_per_tile(halves);
   static constexpr GroupLayout kLayout = group_layout(TL_Q8);
   static constexpr bool kHasMinima = false, kOffsets = kOffsetsInt8;
 
@@ -95,18 +100,21 @@ struct Q8Panels {
 };
 
 template <class Format, int R>
-TL_INLINE void multiply(const uint8_t* panel, const QuantisedRows& x, F32x16 (&products)[R]) {
+TL_INLINE void multiply(const uint8_t* panel, const QuantisedRows<Format::kHalves>& x,
+                        F32x16 (&products)[R]) {
+  constexpr int kHalves = Format::kHalves;
   TL_UNROLL
   for (int r = 0; r < R; r++) products[r] = zero();
   for (int64_t g = 0; g < x.groups; g++) {
     const uint8_t* group = panel + g * Format::kLayout.bytes();
     fetch_ahead<R>(group, Format::kLayout.bytes());
-    // Of a row's high halves, and of its low ones.
-    I32x16 sums[2 * R];
+    // Of a row's high halves, and of its low ones; or of its only ones.
+    I32x16 sums[kHalves * R];
     TL_UNROLL
     for (int r = 0; r < R; r++) {
-      sums[2 * r] = broadcast_int(0);
-      sums[2 * r + 1] = broadcast_int(Format::kOffsets ? x.offsets[r * x.groups + g] : 0);
+      sums[kHalves * r] = broadcast_int(0);
+      sums[kHalves * r + kHalves - 1] =
+          broadcast_int(Format::kOffsets ? x.offsets[r * x.groups + g] : 0);
     }
     Format::add_dots(group + Format::kLayout.scales,
                      {x.quantised + g * kGroup, x.groups * kGroup}, sums);
@@ -115,7 +123,8 @@ TL_INLINE void multiply(const uint8_t* panel, const QuantisedRows& x, F32x16 (&p
     for (int r = 0; r < R; r++) {
       const int64_t place = r * x.groups + g;
       const F32x16 both_scales = scale * broadcast(x.scales[place]);
-      const I32x16 dot = times_half_base(sums[2 * r]) + sums[2 * r + 1];
+      I32x16 dot = sums[kHalves * r];
+      if constexpr (kHalves == 2) dot = times_half_base(dot) + sums[2 * r + 1];
       products[r] = fma(to_float(dot), both_scales, products[r]);
       if (Format::kHasMinima) products[r] = fma(minimum, broadcast(x.sums[place]), products[r]);
     }

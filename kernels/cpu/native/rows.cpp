@@ -85,7 +85,7 @@ void tl_add_take_rows(TlProgram* program, int32_t count, const int32_t* indices,
     }
     if (in.quantised && out.quantised) {
       const size_t bytes = static_cast<size_t>(groups) * sizeof(float);
-      const int64_t row_bytes = 2 * groups * kGroup;
+      const int64_t row_bytes = in.halves * groups * kGroup;
       std::memcpy(out.quantised + row * row_bytes, in.quantised + from * row_bytes,
                   static_cast<size_t>(row_bytes));
       std::memcpy(out.scales + row * groups, in.scales + from * groups, bytes);

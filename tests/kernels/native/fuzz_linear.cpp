@@ -119,7 +119,8 @@ int64_t random_columns(Random& random, const Source& source) {
 
 // Adds an op behind what quantises its rows, where the format takes them quantised.
 struct Quantised {
-  Quantised(int64_t num_rows, int64_t columns) : rows(num_rows, columns, false, true) {}
+  Quantised(Random& random, int64_t num_rows, int64_t columns)
+      : rows(num_rows, columns, false, random_halves(random)) {}
 
   TlRows of(TlProgram* program, int32_t format, const float* x, int64_t stride, int64_t columns) {
     if (!is_quantised(format)) {
@@ -148,11 +149,11 @@ void fuzz_one_linear(Pools& pools, Random& random, const Source& source) {
   op.in_width = columns;
   op.out_width = rows;
   op.has_values = true;
-  op.is_quantised = false;
+  op.halves = 0;
   const bool adds = random.coin();
   op.start.resize(static_cast<size_t>(op.num_rows * rows));
   random.fill_rows(op.start.data(), op.num_rows, rows, rows, 1);
-  Quantised quantised(op.num_rows, columns);
+  Quantised quantised(random, op.num_rows, columns);
   op.add = [&](TlProgram* program, int64_t, const float* x, int64_t stride, TlRows out) {
     const TlRows in = quantised.of(program, source.format, x, stride, columns);
     tl_add_linear(program, TL_TOKENS, in, matrix.get(), adds, out.values, out.stride);
@@ -170,8 +171,8 @@ void fuzz_one_gated_linear(Pools& pools, Random& random, const Source& source) {
   op.out_width = width;
   const int64_t forms = random.integer(0, 2);
   op.has_values = forms != 0;
-  op.is_quantised = forms != 1;
-  Quantised quantised(op.num_rows, columns);
+  op.halves = forms != 1 ? random_halves(random) : 0;
+  Quantised quantised(random, op.num_rows, columns);
   op.add = [&](TlProgram* program, int64_t, const float* x, int64_t stride, TlRows out) {
     const TlRows in = quantised.of(program, source.format, x, stride, columns);
     tl_add_gated_linear(program, TL_TOKENS, in, matrix.get(), out);
@@ -185,7 +186,7 @@ void fuzz_one_embedding(Pools& pools, Random& random, const Source& source) {
   const int64_t num_tokens = random.integer(1, 40);
   Buffer<int32_t> ids(num_tokens);
   for (int64_t i = 0; i < num_tokens; i++) ids[i] = static_cast<int32_t>(random.integer(0, rows - 1));
-  Output out(num_tokens, columns, true, false);
+  Output out(num_tokens, columns, true, 0);
   run_program(
       pools.many,
       [&](TlProgram* program) {

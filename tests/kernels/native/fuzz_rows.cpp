@@ -11,7 +11,7 @@ RowsOp base(Random& random, const std::string& name, bool always_has_values = fa
   op.in_width = op.out_width = random.integer(1, 700);
   const int64_t forms = random.integer(0, 2);
   op.has_values = always_has_values || forms != 0;
-  op.is_quantised = !always_has_values && forms != 1;
+  op.halves = !always_has_values && forms != 1 ? random_halves(random) : 0;
   return op;
 }
 
@@ -38,7 +38,7 @@ void fuzz_norms(Pools& pools, Random& random) {
 
 void fuzz_quantise(Pools& pools, Random& random) {
   RowsOp op = base(random, "quantise");
-  op.is_quantised = true;
+  op.halves = random_halves(random);
   op.add = [&](TlProgram* program, int64_t, const float* x, int64_t stride, TlRows out) {
     tl_add_quantise(program, TL_TOKENS, x, stride, op.in_width, out);
   };
@@ -65,14 +65,15 @@ void fuzz_take_rows(Pools& pools, Random& random) {
   Random rows_random(random.bits());
   Buffer<float> source(op.num_rows * width);
   rows_random.fill_rows(source.data(), op.num_rows, width, width);
-  Output in(op.num_rows, width, true, true);
+  const int32_t halves = op.halves ? op.halves : 1;
+  Output in(op.num_rows, width, true, halves);
   run_program(
       pools.one,
       [&](TlProgram* program) {
         tl_add_quantise(program, TL_TOKENS, source.data(), width, width, in.rows());
       },
       {op.num_rows});
-  Output out(op.num_rows, width, op.has_values, op.is_quantised);
+  Output out(op.num_rows, width, op.has_values, op.halves);
   run_program(
       pools.many,
       [&](TlProgram* program) {

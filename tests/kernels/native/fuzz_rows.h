@@ -8,7 +8,8 @@ namespace fuzz {
 // Memory for the rows of an op's result, in the forms that it is asked for.
 class Output {
  public:
-  Output(int64_t num_rows, int64_t width, bool has_values, bool is_quantised);
+  // `halves` as TlRows has them; 0: not quantised.
+  Output(int64_t num_rows, int64_t width, bool has_values, int32_t halves);
 
   TlRows rows() const;
   // Rows from `first` on, for an op that is to write just these.
@@ -21,19 +22,26 @@ class Output {
   int64_t stride() const { return width_; }
 
  private:
+  int64_t row_bytes() const { return halves_ * groups_ * 32; }
+
   int64_t num_rows_, width_, groups_;
-  bool has_values_, is_quantised_;
+  bool has_values_;
+  int32_t halves_;
   Buffer<float> values_;
   Buffer<int8_t> quantised_;
   Buffer<float> scales_, sums_;
 };
+
+// int8, or 16 bits.
+inline int32_t random_halves(Random& random) { return random.coin() ? 1 : 2; }
 
 struct RowsOp {
   std::string name;
   int64_t num_rows;
   int64_t in_width;
   int64_t out_width;
-  bool has_values, is_quantised;
+  bool has_values;
+  int32_t halves;  // of the result, as Output has them
   // Adds the op for rows from `first` on, reading x (row `first`, with this stride) and writing
   // `out`, whose values hold `start` before, where there is one.
   std::function<void(TlProgram*, int64_t first, const float* x, int64_t stride, TlRows out)> add;

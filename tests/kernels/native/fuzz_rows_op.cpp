@@ -5,16 +5,16 @@
 
 namespace fuzz {
 
-Output::Output(int64_t num_rows, int64_t width, bool has_values, bool is_quantised)
+Output::Output(int64_t num_rows, int64_t width, bool has_values, int32_t halves)
     : num_rows_(num_rows),
       width_(width),
       groups_((width + 31) / 32),
       has_values_(has_values),
-      is_quantised_(is_quantised),
+      halves_(halves),
       values_(has_values ? num_rows * width : 0),
-      quantised_(is_quantised ? num_rows * groups_ * 64 : 0),
-      scales_(is_quantised ? num_rows * groups_ : 0),
-      sums_(is_quantised ? num_rows * groups_ : 0) {}
+      quantised_(num_rows * row_bytes()),
+      scales_(halves ? num_rows * groups_ : 0),
+      sums_(halves ? num_rows * groups_ : 0) {}
 
 TlRows Output::rows() const { return rows_from(0); }
 
@@ -24,8 +24,9 @@ TlRows Output::rows_from(int64_t first) const {
     rows.values = values_.data() + first * width_;
     rows.stride = width_;
   }
-  if (is_quantised_) {
-    rows.quantised = quantised_.data() + first * groups_ * 64;
+  if (halves_) {
+    rows.halves = halves_;
+    rows.quantised = quantised_.data() + first * row_bytes();
     rows.scales = scales_.data() + first * groups_;
     rows.sums = sums_.data() + first * groups_;
   }
@@ -42,8 +43,8 @@ void Output::add_to(Digest& digest) const {
 bool Output::has_equal_row(const Output& other, int64_t row) const {
   const TlRows a = rows_from(row), b = other.rows_from(row);
   if (has_values_ && !are_equal(a.values, b.values, width_)) return false;
-  if (!is_quantised_) return true;
-  return std::memcmp(a.quantised, b.quantised, static_cast<size_t>(groups_ * 64)) == 0 &&
+  if (!halves_) return true;
+  return std::memcmp(a.quantised, b.quantised, static_cast<size_t>(row_bytes())) == 0 &&
          are_equal(a.scales, b.scales, groups_) && are_equal(a.sums, b.sums, groups_);
 }
 
@@ -51,8 +52,8 @@ void Output::copy_row(int64_t to, const Output& other, int64_t from) {
   const TlRows a = rows_from(to), b = other.rows_from(from);
   const auto bytes = [](int64_t count) { return static_cast<size_t>(count) * sizeof(float); };
   if (has_values_) std::memcpy(a.values, b.values, bytes(width_));
-  if (!is_quantised_) return;
-  std::memcpy(a.quantised, b.quantised, static_cast<size_t>(groups_ * 64));
+  if (!halves_) return;
+  std::memcpy(a.quantised, b.quantised, static_cast<size_t>(row_bytes()));
   std::memcpy(a.scales, b.scales, bytes(groups_));
   std::memcpy(a.sums, b.sums, bytes(groups_));
 }
@@ -72,7 +73,7 @@ void fuzz_rows_op(Pools& pools, Random& random, const RowsOp& op) {
     run_program(pool, add, {num_rows});
   };
   const auto output = [&] {
-    return Output(op.num_rows, op.out_width, op.has_values, op.is_quantised);
+    return Output(op.num_rows, op.out_width, op.has_values, op.halves);
   };
 
   Output expected = output();
