@@ -120,6 +120,7 @@ class ReferenceKernels(Kernels):
         plan: AttentionPlan,
         scale: float,
         sliding_window: int = 0,
+        soft_cap: float = 0.0,
     ) -> Tensor:
         cu_seqlens, seq_lens, block_table, block_size = plan
         group = query.shape[1] // kv_layer.shape[3]
@@ -136,6 +137,8 @@ class ReferenceKernels(Kernels):
                     keys = key[oldest : position + 1, head // group]
                     values = value[oldest : position + 1, head // group]
                     scores = keys @ query[token, head].double() * scale
+                    if soft_cap:
+                        scores = soft_cap * torch.tanh(scores / soft_cap)
                     attended = torch.softmax(scores, dim=0) @ values
                     result[token, head] = attended.to(query.dtype)
         return result
