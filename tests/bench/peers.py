@@ -163,7 +163,7 @@ def take_turns(
         for one in contestants:
             log_path = directory / f"{workload.name}-{len(servers)}.log"
             servers.append(stack.enter_context(running(one, shape, log_path)))
-        _turn(workload, servers, number=0)  # warm-up
+        _leave_out_failed(workload, servers)
         most = arguments.rounds + MAX_LOUD_ROUNDS
         while outcome.num_quiet < arguments.rounds and len(outcome.rounds) < most:
             number = len(outcome.rounds) + 1
@@ -171,6 +171,18 @@ def take_turns(
             _print_round(workload, number, outcome.rounds[-1])
         outcome.memory_mib = {one.contestant.name: one.memory_mib() for one in servers}
     return outcome
+
+
+def _leave_out_failed(workload: Workload, servers: list[Running]) -> None:
+    """A first turn, to warm up; peers that cannot do it are left out of the workload."""
+    for server in servers[:]:
+        try:
+            _turn(workload, [server], number=0)
+        except RuntimeError as error:
+            if server.contestant.name == OURS:
+                raise
+            CONSOLE.print(f"left out: {error}")
+            servers.remove(server)
 
 
 def _turn(workload: Workload, servers: Sequence[Running], number: int) -> Round:

@@ -35,6 +35,11 @@ class Outcome:
     memory_mib: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
+    def names(self) -> Sequence[str]:
+        """Of those that could do it."""
+        return list(self.rounds[0].values)
+
+    @property
     def quiet(self) -> bool:
         return any(one.quiet for one in self.rounds)
 
@@ -50,7 +55,7 @@ class Outcome:
         return statistics.median(one.values[OURS] / one.values[name] for one in self._counted())
 
     def best_peer(self) -> str:
-        peers = [name for name in self.rounds[0].values if name != OURS]
+        peers = [name for name in self.names if name != OURS]
         # The peer that we are least ahead of.
         ratio = {name: self.ratio(name) for name in peers}
         return (min if self.figure.more_is_better else max)(peers, key=ratio.__getitem__)
@@ -109,6 +114,9 @@ def results_table(outcomes: Sequence[Outcome], names: Sequence[str]) -> Table:
     for outcome in outcomes:
         cells = []
         for name in names:
+            if name not in outcome.names:
+                cells.append("failed")
+                continue
             text = f"{outcome.value(name):,.0f} {outcome.figure.unit}"
             cells.append(text if name == OURS else f"{text}  [bold]{outcome.ratio(name):.2f}x[/]")
         quiet = f"{outcome.num_quiet} of {len(outcome.rounds)}"
@@ -143,7 +151,10 @@ def limits_table(
             title, unit_share = "int8", operations / limits.int8_operations_per_second
         else:
             continue
-        shares = [f"{unit_share * outcome.value(name):.0%}" for name in names]
+        shares = [
+            f"{unit_share * outcome.value(name):.0%}" if name in outcome.names else "failed"
+            for name in names
+        ]
         table.add_row(f"{title}: {figure.title}", *shares)
     return table
 
@@ -159,6 +170,9 @@ def goals_table(outcomes: Sequence[Outcome], same_file_peer: str | None) -> tupl
     for goal, kind, peer in goals:
         outcome = by_name.get(goal.figure)
         if outcome is None:
+            continue
+        if peer is not None and peer not in outcome.names:
+            missed.append(f"{outcome.figure.title}: {peer} failed")
             continue
         name = peer or outcome.best_peer()
         ratio, sign = outcome.ratio(name), "≥" if outcome.figure.more_is_better else "≤"
