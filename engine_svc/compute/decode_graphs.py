@@ -14,6 +14,7 @@ from torch import Tensor
 from engine_svc.compute.device_batch import DeviceBatch, StepTensors
 from engine_svc.compute.device_sampler import DeviceSampler
 from engine_svc.compute.devices import Device, StepGraph
+from engine_svc.compute.ranks import ONE_RANK, Ranks
 
 # Sizes are these, then multiples of the last, up to so many steps of it; then of twice, and so on.
 _FIRST_SIZES = (1, 2, 4, 8)
@@ -88,16 +89,17 @@ def capture_graphs(
     sampler: DeviceSampler,
     largest: int,
     max_bytes: int,
+    ranks: Ranks = ONE_RANK,
 ) -> tuple[DecodeGraphs, int]:
     """Captures a graph for each size of the ladder; returns them, and the memory they take.
 
     `logits_of` computes a step's model. Where they would take more than max_bytes, the smaller
-    sizes go without, and are padded further. The largest step has run before.
+    sizes go without, and are padded further; so on all ranks. The largest step has run before.
     """
     graphs: dict[int, DecodeGraph] = {}
     taken = 0
     for size in reversed(ladder(largest)):
-        if taken > max_bytes:
+        if not ranks.least(taken <= max_bytes):
             break
         before = device.memory().free if device.has_own_memory else 0
         graphs[size] = DecodeGraph(device, batch.pad(size), logits_of, sampler, size)

@@ -24,13 +24,16 @@ from engine_svc.compute.grammar_compiler import GrammarCompiler
 from engine_svc.compute.grammar_rows import GrammarRows
 from engine_svc.compute.kv_storage import KvStorage, kv_block_bytes
 from engine_svc.compute.launched_step import LaunchedStep
-from engine_svc.compute.loading import load_decoder, max_model_len_of
+from engine_svc.compute.loading import load_decoder, max_model_len_of, sampling_kernels
 from engine_svc.compute.memory import format_bytes, num_host_blocks
 from engine_svc.compute.model.config import ModelConfig
 from engine_svc.compute.model.decoder import Decoder
+from engine_svc.compute.model.sharded_source import shard_of
 from engine_svc.compute.model.weights import open_source
+from engine_svc.compute.parallel_sampling import ParallelSampling
 from engine_svc.compute.persistent_batch import PromptTargets
 from engine_svc.compute.prompt_scoring import MAX_ROWS_AT_ONCE
+from engine_svc.compute.ranks import ONE_RANK, Ranks
 from engine_svc.planning.step import StepPlan, StepResult
 from engine_svc.planning.step_profile import StepProfile
 from kernels import Kernels
@@ -51,14 +54,17 @@ class DeviceExecutor:
         decoder: Decoder,
         batch: DeviceBatch,
         num_threads: int = 1,
+        ranks: Ranks = ONE_RANK,
+        sampling: Kernels | ParallelSampling | None = None,
     ) -> None:
         self._device = device
+        self._ranks = ranks
         self._kernels = kernels
         self._decoder = decoder
         self._batch = batch
         self._num_threads = num_threads
         self._max_rows = len(batch.host.staged.rows)
-        self._sampler = DeviceSampler(kernels, device, batch.tables, self._max_rows)
+        self._sampler = DeviceSampler(sampling or kernels, device, batch.tables, self._max_rows)
         self._graphs = DecodeGraphs({})
         self._kv: KvStorage | None = None
         self._grammars: GrammarRows | None = None
@@ -73,31 +79,34 @@ class DeviceExecutor:
         kernels: Kernels,
         report: Callable[[str], None],
         num_threads: int = 1,
+        ranks: Ranks = ONE_RANK,
     ) -> "DeviceExecutor":
-        """Loads an HF directory or a GGUF file, measures the largest step, captures graphs.
+        """Loads an HF directory or a GGUF file, or a rank's share of it; measures the largest step,
+        captures graphs.
 
         `report` gets a line now and then. StartupError says in one line what is wrong with the
         model or why there is not enough memory for it.
         """
         report(kernels.description)
-        source = open_source(model)
+        source, vocab = shard_of(open_source(model), ranks.rank, ranks.size)
         model_config = source.config
         max_model_len = max_model_len_of(config, model_config)
         num_blocks = 0
         if not device.has_own_memory:
-            num_blocks = num_host_blocks(config, source, kernels, max_model_len)
+            num_blocks = num_host_blocks(config, source, kernels, max_model_len, ranks.size)
         with device.computing():
-            decoder = load_decoder(source, kernels, max_model_len, report)
+            decoder = load_decoder(source, kernels, max_model_len, report, ranks, vocab)
             batch = DeviceBatch(
                 device,
                 config.max_num_seqs,
                 max_model_len,
                 config.block_size,
-                model_config.vocab_size,
+                vocab.whole_size,
                 config.max_num_batched_tokens,
             )
-        executor = cls(device, kernels, decoder, batch, num_threads)
-        num_blocks = num_blocks or executor._measure(config, model_config)
+        sampling = sampling_kernels(kernels, ranks, vocab)
+        executor = cls(device, kernels, decoder, batch, num_threads, ranks, sampling)
+        num_blocks = ranks.least(num_blocks or executor._measure(config, model_config))
         executor.use(model_config, num_blocks)
         kv_bytes = num_blocks * kv_block_bytes(kernels, model_config, config.block_size)
         report(
@@ -146,7 +155,11 @@ class DeviceExecutor:
         self._device.forget_peak()
         most_useful = config.max_num_seqs * -(-self.max_model_len // config.block_size)
         return num_device_blocks(
-            memory, num_blocks * block_bytes, config.kv_memory_bytes, block_bytes, most_useful
+            memory,
+            num_blocks * block_bytes,
+            config.kv_memory_bytes // self._ranks.size,
+            block_bytes,
+            most_useful,
         )
 
     def capture(self, report: Callable[[str], None]) -> None:
@@ -161,6 +174,7 @@ class DeviceExecutor:
                 self._sampler,
                 self._max_rows,
                 max_graph_bytes(free),
+                self._ranks,
             )
         sizes = self._graphs.sizes
         report(
@@ -170,7 +184,11 @@ class DeviceExecutor:
 
     def follow_grammars(self, compiler: GrammarCompiler) -> None:
         """Once, before the first step: rows may have grammars from now on."""
-        self._grammars = GrammarRows(compiler, self._num_threads)
+        self.follow(GrammarRows(compiler, self._num_threads))
+
+    def follow(self, grammars: GrammarRows) -> None:
+        """As `follow_grammars`."""
+        self._grammars = grammars
 
     def profile_into(self, profile: StepProfile) -> None:
         """Tells `profile` the laps of each step from now on: how long the host takes to queue it,

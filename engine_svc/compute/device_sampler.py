@@ -124,7 +124,7 @@ class DeviceSampler:
             raw = logits.index_select(0, options.logprobs.rows)
         self._edit(logits, options)
         edited = _edited_rows(step.sampling, grammar_mask)
-        largest = self._device.download(logits.amax(dim=1)) if edited else None
+        largest = self._device.download(self._kernels.largest(logits)) if edited else None
         self.draw(logits, step.tensors, num_rows)
         pending = replace(self.drawn(num_rows), largest=largest, edited=edited)
         wanted = step.sampling.logprobs

@@ -11,12 +11,19 @@ from engine_svc.compute.executor_config import ExecutorConfig
 from engine_svc.compute.grammar_compiler import GrammarCompiler
 from engine_svc.compute.grammar_rows import GrammarRows
 from engine_svc.compute.kv_storage import KvStorage, kv_block_bytes
-from engine_svc.compute.loading import chosen_kernels, load_decoder, max_model_len_of
+from engine_svc.compute.loading import (
+    chosen_kernels,
+    load_decoder,
+    max_model_len_of,
+    sampling_kernels,
+)
 from engine_svc.compute.memory import format_bytes, num_host_blocks
+from engine_svc.compute.model.sharded_source import shard_of
 from engine_svc.compute.model.weights import open_source
 from engine_svc.compute.model_runner import ModelRunner, make_runner
 from engine_svc.compute.persistent_batch import PersistentBatch
 from engine_svc.compute.prompt_scoring import score_prompts
+from engine_svc.compute.ranks import ONE_RANK, Ranks
 from engine_svc.compute.sampler import Sampler
 from engine_svc.compute.verification import keep_accepted
 from engine_svc.planning.step import (
@@ -55,33 +62,41 @@ class Executor:
         self._profile = StepProfile()
 
     @classmethod
-    def load(cls, model: Path, config: ExecutorConfig, report: Callable[[str], None]) -> "Executor":
-        """Loads an HF directory or a GGUF file and computes a first step.
+    def load(
+        cls,
+        model: Path,
+        config: ExecutorConfig,
+        report: Callable[[str], None],
+        ranks: Ranks = ONE_RANK,
+    ) -> "Executor":
+        """Loads an HF directory or a GGUF file, or a rank's share of it, and computes a first step.
 
         `report` gets a line now and then. StartupError says in one line what is wrong with the
         model or why there is not enough memory for it.
         """
-        num_threads = num_threads_of(config)
+        num_threads = num_threads_of(config, ranks.size)
         kernels = chosen_kernels(config, torch.device("cpu"), num_threads)
         # Kernels with threads of their own need no others beside them.
         torch.set_num_threads(num_threads if kernels.uses_torch_threads else 1)
         report(kernels.description)
-        source = open_source(model)
+        source, vocab = shard_of(open_source(model), ranks.rank, ranks.size)
         model_config = source.config
         max_model_len = max_model_len_of(config, model_config)
-        num_blocks = num_host_blocks(config, source, kernels, max_model_len)
+        num_blocks = num_host_blocks(config, source, kernels, max_model_len, ranks.size)
+        num_blocks = ranks.least(num_blocks)
         with torch.inference_mode():
-            decoder = load_decoder(source, kernels, max_model_len, report)
+            decoder = load_decoder(source, kernels, max_model_len, report, ranks, vocab)
             kv = KvStorage.allocate(kernels, model_config, num_blocks, config.block_size)
             batch = PersistentBatch(
                 config.max_num_seqs,
                 max_model_len,
                 config.block_size,
-                model_config.vocab_size,
+                vocab.whole_size,
                 config.max_num_batched_tokens,
             )
         runner = make_runner(kernels, decoder, kv, batch.staged, config.max_logit_rows)
-        executor = cls(runner, Sampler(kernels), batch, num_blocks, num_threads)
+        sampler = Sampler(sampling_kernels(kernels, ranks, vocab))
+        executor = cls(runner, sampler, batch, num_blocks, num_threads)
         kv_bytes = num_blocks * kv_block_bytes(kernels, model_config, config.block_size)
         report(
             f"KV cache: {num_blocks} blocks of {config.block_size} tokens, {format_bytes(kv_bytes)}"
@@ -111,7 +126,11 @@ class Executor:
 
     def follow_grammars(self, compiler: GrammarCompiler) -> None:
         """Once, before the first step: rows may have grammars from now on."""
-        self._grammars = GrammarRows(compiler, self._num_threads)
+        self.follow(GrammarRows(compiler, self._num_threads))
+
+    def follow(self, grammars: GrammarRows) -> None:
+        """As `follow_grammars`."""
+        self._grammars = grammars
 
     def profile_into(self, profile: StepProfile) -> None:
         """Tells `profile` the laps of each step from now on, and the ops they consist of."""
@@ -188,6 +207,7 @@ class Executor:
         self.execute(StepPlan([start], [RowStep(0, 0, 1, [0], samples=True)]))
 
 
-def num_threads_of(config: ExecutorConfig) -> int:
-    """How many threads an engine computes with."""
-    return config.num_threads or max(1, _MACHINE_THREADS // config.num_local_engines)
+def num_threads_of(config: ExecutorConfig, num_ranks: int = 1) -> int:
+    """How many threads an engine, or each of its ranks, computes with."""
+    num_threads = config.num_threads or _MACHINE_THREADS // config.num_local_engines
+    return max(1, num_threads // num_ranks)

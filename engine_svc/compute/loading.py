@@ -8,7 +8,10 @@ from engine_svc.compute.executor_config import ExecutorConfig
 from engine_svc.compute.model.config import ModelConfig
 from engine_svc.compute.model.decoder import Decoder
 from engine_svc.compute.model.rotary import cos_sin_table
+from engine_svc.compute.model.sharded_source import VocabShard
 from engine_svc.compute.model.weights import WeightSource, load_weights
+from engine_svc.compute.parallel_sampling import ParallelSampling
+from engine_svc.compute.ranks import ONE_RANK, Ranks
 from kernels import KernelConfig, Kernels, select_kernels
 from protos.wire.errors import StartupError
 
@@ -40,12 +43,29 @@ def max_model_len_of(config: ExecutorConfig, model_config: ModelConfig) -> int:
 
 
 def load_decoder(
-    source: WeightSource, kernels: Kernels, max_model_len: int, report: Callable[[str], None]
+    source: WeightSource,
+    kernels: Kernels,
+    max_model_len: int,
+    report: Callable[[str], None],
+    ranks: Ranks = ONE_RANK,
+    vocab: VocabShard | None = None,
 ) -> Decoder:
-    """Reads all weights, in inference mode; `report` gets a line now and then."""
+    """Reads all weights, in inference mode; `report` gets a line now and then.
+
+    Several `ranks` each read what `source` and `vocab` give of them; all are done with it then.
+    """
     config = source.config
     weights = load_weights(source, kernels, kernels.dtype, report)
     table = cos_sin_table(
         config.rope, config.head_dim, max_model_len, source.rope_frequency_factors()
     )
-    return Decoder(kernels, config, weights, table.to(kernels.device))
+    # One that failed is missed here, by the hosts: devices would wait for it for ever.
+    ranks.least(0)
+    return Decoder(kernels, config, weights, table.to(kernels.device), ranks, vocab)
+
+
+def sampling_kernels(
+    kernels: Kernels, ranks: Ranks, vocab: VocabShard
+) -> Kernels | ParallelSampling:
+    """What has the sampling ops, for logits of the decoder's."""
+    return kernels if ranks.size == 1 else ParallelSampling(kernels, ranks, vocab)

@@ -56,18 +56,25 @@ def rotary_bytes(config: ModelConfig, max_model_len: int) -> int:
 
 
 def num_host_blocks(
-    config: ExecutorConfig, source: WeightSource, kernels: Kernels, max_model_len: int
+    config: ExecutorConfig,
+    source: WeightSource,
+    kernels: Kernels,
+    max_model_len: int,
+    num_ranks: int = 1,
 ) -> int:
-    """How many KV blocks there is room for beside the weights. StartupError for none."""
+    """How many KV blocks there is room for beside the weights. StartupError for none.
+
+    Several ranks share the memory equally; `source` is one's share of the model.
+    """
     model_config = source.config
     block_bytes = kv_block_bytes(kernels, model_config, config.block_size)
     model_bytes = weight_bytes(source, kernels, kernels.dtype) + step_bytes(
         model_config, kernels, config.max_num_batched_tokens, config.max_logit_rows
     )
     model_bytes += rotary_bytes(model_config, max_model_len)
-    free = free_memory_bytes()
+    free = free_memory_bytes() // num_ranks
     share = _KV_SHARE / config.num_local_engines
-    kv_bytes = config.kv_memory_bytes or int(max(0, free - model_bytes) * share)
+    kv_bytes = config.kv_memory_bytes // num_ranks or int(max(0, free - model_bytes) * share)
     needed = model_bytes + max(kv_bytes, block_bytes)
     if needed > free:
         raise StartupError(
