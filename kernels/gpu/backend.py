@@ -190,6 +190,10 @@ class GpuKernels(Kernels):
             logits, rows, token_ids, prompt_lens, seq_lens, repetition, presence, frequency
         )
 
+    def largest(self, logits: Tensor) -> Tensor:
+        out = self.buffers.take("largest", len(logits), 1, torch.float32)[:, 0]
+        return torch.amax(logits, dim=-1, out=out)
+
     def sample(
         self,
         logits: Tensor,
@@ -203,7 +207,10 @@ class GpuKernels(Kernels):
     ) -> Tensor:
         if out is None:
             out = self.buffers.take("sample", len(logits), 1, torch.int64)[:, 0]
-        sampling.sample(logits, temperature, min_p, top_k, top_p, seeds, positions, out)
+        sampling.sample(
+            *(logits, temperature, min_p, top_k, top_p, seeds, positions),
+            *(out, self.buffers.scratch),
+        )
         return out
 
     def token_logprobs(

@@ -21,6 +21,8 @@ def select_gpu_kernels(device: torch.device, config: KernelConfig) -> Kernels:
     """
     if config.implementation not in ("auto", "triton"):
         raise ValueError(f"there are no {config.implementation} kernels for device {device}")
+    if config.activations != "auto":
+        raise ValueError("a GPU's kernels do not round activations")
     if find_spec("triton") is None:
         raise ValueError("the GPU's kernels need the package triton, which is not installed")
     is_interpreted = os.environ.get(INTERPRETED, "") not in ("", "0")
