@@ -129,7 +129,7 @@ def up(
     ] = None,
     block_size: Annotated[int | None, _engine_option("Tokens per KV block.")] = None,
     num_threads: Annotated[int | None, _engine_option("CPU threads of each engine.")] = None,
-    dtype: Annotated[str | None, _engine_option("auto, int8, bfloat16 or float32.")] = None,
+    dtype: Annotated[str | None, _engine_option("auto, int8, fp8, bfloat16 or float32.")] = None,
 ) -> None:
     """Starts the whole line, and stops it on Ctrl-C.
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Final, NoReturn
 
-from engine_svc.compute.executor import Executor, ExecutorConfig
+from engine_svc.compute.any_executor import AnyExecutor, load_executor
+from engine_svc.compute.executor_config import ExecutorConfig
 from engine_svc.compute.grammar_compiler import GrammarCompiler
 from engine_svc.engine_loop import engine_thread
 from engine_svc.planning.limits import SchedulerConfig
@@ -39,7 +40,7 @@ async def serve(settings: Settings) -> None:
         )
         fetching = asyncio.create_task(fetch_unless_stopped(settings.tokenizer, stop))
         thread = engine_thread()
-        executor = await asyncio.get_running_loop().run_in_executor(thread, load_executor, settings)
+        executor = await asyncio.get_running_loop().run_in_executor(thread, load, settings)
         compiler = await load_grammars(await fetching, model, executor)
         profile = StepProfile(settings.profile_steps, logger.info)
         if profile.is_on:
@@ -86,7 +87,7 @@ def exit_without_threads() -> NoReturn:
     os._exit(EXIT_HANGS)
 
 
-def load_executor(settings: Settings) -> Executor:
+def load(settings: Settings) -> AnyExecutor:
     config = ExecutorConfig(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -95,11 +96,14 @@ def load_executor(settings: Settings) -> Executor:
         kv_memory_bytes=settings.kv_memory,
         num_threads=settings.num_threads,
         num_local_engines=settings.num_local_engines,
+        device=settings.device,
         dtype=settings.dtype,
+        activations=settings.activations,
         kv_dtype=settings.kv_dtype,
         cpu_kernels=settings.cpu_kernels,
+        batch_invariant=settings.batch_invariant,
     )
-    return Executor.load(settings.model, config, report=logger.info)
+    return load_executor(settings.model, config, report=logger.info)
 
 
 async def fetch_unless_stopped(
@@ -121,7 +125,7 @@ async def fetch_unless_stopped(
 async def load_grammars(
     fetched: tokenizer_pb2.GetTokenizerResponse | None,
     model: common_pb2.ModelIdentity,
-    executor: Executor,
+    executor: AnyExecutor,
 ) -> GrammarCompiler | None:
     """Lets the executor follow grammars, given the tokenizer of its model."""
     if fetched is None:
@@ -139,7 +143,7 @@ async def load_grammars(
     return compiler
 
 
-def scheduler_config(settings: Settings, executor: Executor) -> SchedulerConfig:
+def scheduler_config(settings: Settings, executor: AnyExecutor) -> SchedulerConfig:
     """The limits of what was loaded; warns when the KV cache is what limits a sequence."""
     config = SchedulerConfig(
         max_num_seqs=settings.max_num_seqs,
@@ -150,6 +154,7 @@ def scheduler_config(settings: Settings, executor: Executor) -> SchedulerConfig:
         block_size=executor.block_size,
         prefix_cache=settings.prefix_cache,
         max_draft_tokens=settings.max_draft_tokens if settings.speculation == "ngram" else 0,
+        max_steps_in_flight=executor.max_steps_in_flight,
     )
     if config.max_servable_len < config.max_model_len:
         logger.warning(

@@ -24,7 +24,7 @@ class Settings:
     max_num_batched_tokens: int = setting(
         512,
         "The most tokens computed in one step, so also the largest chunk of a prompt; at least "
-        "max-num-seqs.",
+        "max-num-seqs. A GPU is kept busy by 2048 and more.",
         minimum=1,
     )
     max_model_len: int = setting(
@@ -33,7 +33,8 @@ class Settings:
     kv_memory: int = setting(
         0,
         "Memory for the KV cache, such as 2GiB; 0 for 30 % of what is free beside the model, "
-        "shared among local engines.",
+        "shared among local engines; on a GPU for all of 90 % of its memory that the model and its "
+        "largest step leave.",
         parse=parse_size,
     )
     block_size: int = setting(16, "Tokens per KV block.", minimum=1, maximum=256)
@@ -56,21 +57,39 @@ class Settings:
     num_local_engines: int = setting(
         1, "Engines on this machine, which share its cores and free memory.", minimum=1
     )
+    device: str = setting(
+        "auto",
+        "What computes: auto for a CUDA device where there is one, unless --cpu-kernels are named.",
+        choices=("auto", "cpu", "cuda"),
+    )
     dtype: str = setting(
         "auto",
         "What linear layers compute with: auto keeps 4- and 8-bit weights as the file has them, "
-        "and makes int8 of all others.",
-        choices=("auto", "int8", "bfloat16", "float32"),
+        "and makes int8 of all others, or bfloat16 on a GPU.",
+        choices=("auto", "int8", "fp8", "bfloat16", "float32"),
+    )
+    activations: str = setting(
+        "auto",
+        "What activations are rounded to where they are multiplied by int8 or 4-bit weights; int16 "
+        "is as good as exact, int8 up to twice as fast for batches and prompts. auto for int8.",
+        choices=("auto", "int8", "int16"),
     )
     kv_dtype: str = setting(
         "auto",
-        "What keys and values are held in; auto for float16, or float32 with --dtype float32.",
-        choices=("auto", "float16", "float32", "int8"),
+        "What keys and values are held in; auto for float16, on a GPU bfloat16, or float32 with "
+        "--dtype float32.",
+        choices=("auto", "bfloat16", "float16", "float32", "fp8", "int8"),
     )
     cpu_kernels: str = setting(
         "auto",
-        "The compiled kernels for an instruction set, or torch's own; auto for the best there is.",
-        choices=("auto", "torch", "portable", "avx2", "avx512", "neon"),
+        "The compiled kernels for an instruction set, or torch's own; auto for the best there is. "
+        "triton rehearses a GPU, slowly, with TRITON_INTERPRET=1.",
+        choices=("auto", "torch", "portable", "avx2", "avx512", "neon", "triton"),
+    )
+    batch_invariant: bool = setting(
+        False,
+        "On a GPU too, no sequence's tokens depend on the rest of the batch, at the cost of speed. "
+        "On the CPU they never do.",
     )
     drain_seconds: float = setting(
         10.0, "How long running sequences may go on after SIGTERM.", minimum=0.0

@@ -215,7 +215,7 @@ from engine_svc.settings import Settings
 from protos.wire.service import run_main
 from tests.fakes.fake_executor import FakeExecutor
 
-main.load_executor = lambda settings: FakeExecutor(before_step=lambda plan: time.sleep(3600))
+main.load = lambda settings: FakeExecutor(before_step=lambda plan: time.sleep(3600))
 run_main("engine_svc", Settings, main.serve)
 """
 

@@ -243,6 +243,6 @@ async def test_every_wrong_setting_is_in_one_line_before_anything_starts(
         "TOKENLINE_ENGINE_BLOCK_SIZE: expected a number, got 'int3'",
         "did you mean TOKENLINE_ENGINE_DTYPE?",
         "--kv-memory: expected a size such as 512MiB or 2GiB, got 'banana'",
-        "--dtype: expected one of auto, int8, bfloat16, float32, got 'float8'",
+        "--dtype: expected one of auto, int8, fp8, bfloat16, float32, got 'float8'",
     ):
         assert fault in result.stderr
