@@ -6,6 +6,7 @@ from collections import deque
 from contextlib import suppress
 from typing import Final, NamedTuple, Never, Protocol
 
+from engine_svc.planning.errors import ComputeLost
 from engine_svc.planning.step import PendingStep, StepPlan, StepResult
 from engine_svc.step_watchdog import StepWatchdog
 
@@ -33,7 +34,8 @@ class Executor(Protocol):
     def launch(self, plan: StepPlan) -> PendingStep:
         """Begins a step, or computes it whole where it would not run beside Python anyway.
 
-        After an exception here or from `wait` the rows of the plan hold nothing of use.
+        After an exception here or from `wait` the rows of the plan hold nothing of use; after
+        ComputeLost nothing does.
         """
 
 
@@ -100,12 +102,14 @@ class StepRunner:
         """Waits for the oldest step in flight, of which there is one.
 
         If it failed, what was launched after it comes to nothing, and is waited for here as well.
-        Raises when so many failed in a row that the executor is of no use any more.
+        Raises when the executor says that it is of no use any more, or so many failed in a row.
         """
         plan, pending, launched = self._in_flight.popleft()
         try:
             with self._watchdog.watching(plan):
                 result = pending.wait()
+        except ComputeLost:
+            raise
         except Exception:
             self._num_failed_in_a_row += 1
             if self._num_failed_in_a_row >= _MAX_FAILED_STEPS_IN_A_ROW:

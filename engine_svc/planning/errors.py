@@ -1,4 +1,4 @@
-"""What planning can refuse or fail a request with; the service turns these into wire errors."""
+"""What planning refuses or fails requests with, and what ends it; wire errors are made of these."""
 
 
 class RequestRefused(Exception):
@@ -23,3 +23,7 @@ class SamplingFailed(Exception):
 
 class NoTokenLeft(SamplingFailed):
     """The request's own parameters leave no token possible."""
+
+
+class ComputeLost(Exception):
+    """What computes can compute no further step, whatever that is. The message says why."""
