@@ -12,7 +12,9 @@ from typing import Final, NoReturn
 from engine_svc.compute.any_executor import AnyExecutor, load_executor
 from engine_svc.compute.executor_config import ExecutorConfig
 from engine_svc.compute.grammar_compiler import GrammarCompiler
+from engine_svc.compute.parallel_executor import ParallelExecutor
 from engine_svc.engine_loop import engine_thread
+from engine_svc.lost_rank import end_soon
 from engine_svc.planning.limits import SchedulerConfig
 from engine_svc.planning.step_profile import StepProfile
 from engine_svc.service import EngineService
@@ -26,6 +28,8 @@ from protos.wire.service import install_stop_signals, run_main
 from protos.wire.tokenizer_fetch import fetch_tokenizer
 
 logger = logging.getLogger(__name__)
+
+LoadedExecutor = AnyExecutor | ParallelExecutor
 
 # EX_SOFTWARE of sysexits.h.
 EXIT_HANGS: Final = 70
@@ -75,6 +79,8 @@ async def serve(settings: Settings) -> None:
             )
         if service.hangs:
             exit_without_threads()
+        if isinstance(executor, ParallelExecutor):
+            executor.close()
         if service.failure is not None:
             raise service.failure
 
@@ -87,7 +93,7 @@ def exit_without_threads() -> NoReturn:
     os._exit(EXIT_HANGS)
 
 
-def load(settings: Settings) -> AnyExecutor:
+def load(settings: Settings) -> LoadedExecutor:
     config = ExecutorConfig(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -103,6 +109,10 @@ def load(settings: Settings) -> AnyExecutor:
         cpu_kernels=settings.cpu_kernels,
         batch_invariant=settings.batch_invariant,
     )
+    if settings.tensor_parallel > 1:
+        return ParallelExecutor.load(
+            settings.model, config, settings.tensor_parallel, logger.info, on_loss=end_soon
+        )
     return load_executor(settings.model, config, report=logger.info)
 
 
@@ -125,7 +135,7 @@ async def fetch_unless_stopped(
 async def load_grammars(
     fetched: tokenizer_pb2.GetTokenizerResponse | None,
     model: common_pb2.ModelIdentity,
-    executor: AnyExecutor,
+    executor: LoadedExecutor,
 ) -> GrammarCompiler | None:
     """Lets the executor follow grammars, given the tokenizer of its model."""
     if fetched is None:
@@ -143,7 +153,7 @@ async def load_grammars(
     return compiler
 
 
-def scheduler_config(settings: Settings, executor: AnyExecutor) -> SchedulerConfig:
+def scheduler_config(settings: Settings, executor: LoadedExecutor) -> SchedulerConfig:
     """The limits of what was loaded; warns when the KV cache is what limits a sequence."""
     config = SchedulerConfig(
         max_num_seqs=settings.max_num_seqs,

@@ -57,6 +57,13 @@ class Settings:
     num_local_engines: int = setting(
         1, "Engines on this machine, which share its cores and free memory.", minimum=1
     )
+    tensor_parallel: int = setting(
+        1,
+        "Ranks that share the model, its KV cache included: as many CUDA devices of this machine, "
+        "or processes on the CPU, which is for tests.",
+        minimum=1,
+        maximum=64,
+    )
     device: str = setting(
         "auto",
         "What computes: auto for a CUDA device where there is one, unless --cpu-kernels are named.",

@@ -1,13 +1,9 @@
 """The engine as a process: ready, answering, draining on SIGTERM, or saying why it cannot start."""
 
 import asyncio
-import os
-import re
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,49 +18,18 @@ from protos.wire.channel import open_channel
 from protos.wire.model_files import fingerprint
 from protos.wire.multiplex_client import StreamClient
 from protos.wire.stream_adapter import engine_adapter
+from tests.fakes.engine_process import (
+    START_SECONDS,
+    engine_process,
+    ready_address,
+    start_failure,
+)
 from tests.fakes.engine_server import proto_sampling
 from tests.fakes.fake_executor import FakeExecutor
 from tests.fakes.grammars import text_of
 from tests.fakes.scripted_tokenizer import ScriptedTokenizer
 from tests.fakes.tiny_models import VOCAB_SIZE, write_tiny_llama
 from tests.fakes.tiny_tokenizers import IM_END, byte_level
-
-START_SECONDS = 60
-
-
-@asynccontextmanager
-async def engine_process(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """`python -m engine_svc` with these arguments; killed at the end if it still runs."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "engine_svc", *arguments),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
-
-
-async def ready_address(process: asyncio.subprocess.Process) -> str:
-    """Where it serves, once it says so in its log."""
-    assert process.stderr is not None
-    lines = []
-    while line := (await asyncio.wait_for(process.stderr.readline(), START_SECONDS)).decode():
-        lines.append(line)
-        if match := re.search(r"ready on (\S+)", line):
-            return match[1]
-    raise AssertionError(f"the engine ended before it was ready: {''.join(lines)}")
-
-
-async def start_failure(*arguments: str) -> str:
-    """The one line with which a process that cannot start ends."""
-    async with engine_process(*arguments) as process:
-        _, stderr = await asyncio.wait_for(process.communicate(), START_SECONDS)
-        assert process.returncode == 78
-        return stderr.decode().strip().splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
