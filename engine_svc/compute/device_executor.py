@@ -106,7 +106,8 @@ class DeviceExecutor:
             )
         sampling = sampling_kernels(kernels, ranks, vocab)
         executor = cls(device, kernels, decoder, batch, num_threads, ranks, sampling)
-        num_blocks = ranks.least(num_blocks or executor._measure(config, model_config))
+        measured = executor._run_largest(config, model_config)
+        num_blocks = ranks.least(num_blocks or measured)
         executor.use(model_config, num_blocks)
         kv_bytes = num_blocks * kv_block_bytes(kernels, model_config, config.block_size)
         report(
@@ -138,28 +139,32 @@ class DeviceExecutor:
         with self._device.computing():
             self._kv = KvStorage.allocate(self._kernels, model_config, num_blocks, self.block_size)
 
-    def _measure(self, config: ExecutorConfig, model_config: ModelConfig) -> int:
-        """Runs the largest step, and returns how many KV blocks there is room for beside it."""
+    def _run_largest(self, config: ExecutorConfig, model_config: ModelConfig) -> int:
+        """Runs the largest step, which no later one needs more memory than.
+
+        Returns how many KV blocks there is room for beside it; 0 where it is not measured.
+        """
         plan, num_blocks = largest_step(
             config.max_num_seqs,
             config.max_num_batched_tokens,
             self.max_model_len,
             config.block_size,
         )
-        block_bytes = kv_block_bytes(self._kernels, model_config, config.block_size)
         self.use(model_config, num_blocks)
         self._device.forget_peak()
         self.execute(plan)
-        memory = self._device.memory()
         self._kv = None
+        if not self._device.has_own_memory:
+            return 0
+        memory = self._device.memory()
         self._device.forget_peak()
-        most_useful = config.max_num_seqs * -(-self.max_model_len // config.block_size)
+        block_bytes = kv_block_bytes(self._kernels, model_config, config.block_size)
         return num_device_blocks(
             memory,
             num_blocks * block_bytes,
             config.kv_memory_bytes // self._ranks.size,
             block_bytes,
-            most_useful,
+            config.max_num_seqs * -(-self.max_model_len // config.block_size),
         )
 
     def capture(self, report: Callable[[str], None]) -> None:
