@@ -47,12 +47,6 @@ class LandedStep(NamedTuple):
     seconds: float
 
 
-class _Launched(NamedTuple):
-    plan: StepPlan
-    pending: PendingStep
-    time: float
-
-
 class _NotLaunched(NamedTuple):
     """The pending step of a launch that failed."""
 
@@ -70,8 +64,8 @@ class StepRunner:
         self._executor = executor
         self._max_in_flight = max_in_flight
         self._watchdog = watchdog
-        # In the order of their launch.
-        self._in_flight: deque[_Launched] = deque()
+        # (plan, its pending step, when it was launched), in that order.
+        self._in_flight: deque[tuple[StepPlan, PendingStep, float]] = deque()
         self._last_landing = 0.0
         self._num_failed_in_a_row = 0
 
@@ -91,12 +85,14 @@ class StepRunner:
         """Begins a step. When that fails, `land` says so in the step's turn."""
         began = time.perf_counter()
         pending: PendingStep
+        self._watchdog.plan = plan
         try:
-            with self._watchdog.watching(plan):
-                pending = self._executor.launch(plan)
+            pending = self._executor.launch(plan)
         except Exception as error:
             pending = _NotLaunched(error)
-        self._in_flight.append(_Launched(plan, pending, began))
+        finally:
+            self._watchdog.plan = None
+        self._in_flight.append((plan, pending, began))
 
     def land(self) -> LandedStep:
         """Waits for the oldest step in flight, of which there is one.
@@ -106,8 +102,7 @@ class StepRunner:
         """
         plan, pending, launched = self._in_flight.popleft()
         try:
-            with self._watchdog.watching(plan):
-                result = pending.wait()
+            result = self._wait(plan, pending)
         except ComputeLost:
             raise
         except Exception:
@@ -120,13 +115,20 @@ class StepRunner:
         self._num_failed_in_a_row = 0
         now = time.perf_counter()
         # On the device it began when the one before it had ended.
-        began = max(launched, self._last_landing)
+        began = launched if launched > self._last_landing else self._last_landing
         self._last_landing = now
         return LandedStep(plan, result, now - began)
+
+    def _wait(self, plan: StepPlan, pending: PendingStep) -> StepResult:
+        self._watchdog.plan = plan
+        try:
+            return pending.wait()
+        finally:
+            self._watchdog.plan = None
 
     def _drop_later_ones(self) -> None:
         while self._in_flight:
             plan, pending, _ = self._in_flight.popleft()
             # It builds on what was not computed, whether it noticed or not.
-            with suppress(Exception), self._watchdog.watching(plan):
-                pending.wait()
+            with suppress(Exception):
+                self._wait(plan, pending)

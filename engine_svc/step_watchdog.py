@@ -1,8 +1,7 @@
 """Tells a step that hangs from one that is slow."""
 
 import asyncio
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from engine_svc.planning.step import StepPlan
 
@@ -15,28 +14,15 @@ class StepHangs(Exception):
 
 
 class StepWatchdog:
-    """Set by the engine's thread, looked at by the event loop. timeout_seconds: of a step."""
+    """Looked at by the event loop. timeout_seconds: of a step.
+
+    The engine's thread sets `plan` while a step is computed or waited for, and None in between.
+    """
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
-        self._plan: StepPlan | None = None
+        self.plan: StepPlan | None = None
         self.has_bitten = False
-
-    def watching(self, plan: StepPlan) -> Self:
-        """For a `with` block: while the step is computed, or waited for."""
-        self._plan = plan
-        return self
-
-    def __enter__(self) -> None:
-        """`watching` began it, without a generator: this is done in every step."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._plan = None
 
     async def wait_for_hang(self) -> str:
         """Returns, when a step has taken too long, what it is.
@@ -49,8 +35,8 @@ class StepWatchdog:
         seconds = 0.0
         while plan is None or seconds < self._timeout_seconds:
             await asyncio.sleep(interval)
-            seconds = seconds + interval if plan is self._plan else 0.0
-            plan = self._plan
+            seconds = seconds + interval if plan is self.plan else 0.0
+            plan = self.plan
         self.has_bitten = True
         return (
             f"a step of {len(plan.steps)} sequences and {plan.num_scheduled_tokens} tokens, "

@@ -1,7 +1,7 @@
 """The scheduler: which requests there are, what each step computes, and what its results mean.
 
 Requests are served in one total order, by priority and then arrival, and blocks are only ever taken
-from a request by one that goes before it. So the first running request advances in every step, two
+from a request by one that goes before it. So the first running request always advances, two
 requests cannot evict each other in turns, and every request ends.
 
 Where two steps may be in flight, a step is planned before the results of the one before it are
@@ -39,7 +39,7 @@ class Scheduler:
         self._tables = self._batch.tables
         self._speculation = Speculation(config, self._tables, drafter)
         self._planner = StepPlanner(config, self._batch, self._speculation)
-        self._in_flight = StepsInFlight(config.max_steps_in_flight)
+        self._in_flight = StepsInFlight()
         self._requests: dict[Hashable, Request] = {}
         self._deadlines = Deadlines()
         self._num_arrivals = 0
@@ -124,6 +124,7 @@ class Scheduler:
         """
         in_flight = self._in_flight
         if in_flight.plans:
+            assert len(in_flight.plans) < self._config.max_steps_in_flight, "commit comes first"
             ahead = self._planner.plan_ahead(in_flight.steps_by_row(in_flight.plans[-1]))
             if ahead is None:
                 return None
@@ -131,12 +132,14 @@ class Scheduler:
         else:
             plan = self._planner.plan()
             assert plan.steps or not self._requests, "no request can go on"
-        in_flight.add(plan)
+        in_flight.plans.append(plan)
         self._num_steps += 1
         return plan
 
     def first_starts(self, plan: StepPlan) -> list[RequestOutput]:
         """A notice for each request that `plan` takes out of the queue for the first time."""
+        if not plan.starts:
+            return []
         return [
             RequestOutput(request, prefill_started=True)
             for request in self._batch.rows.of(plan.starts)

@@ -50,6 +50,7 @@ class StepPlanner:
         decodes: list[RowStep] = []
         lacking_block: list[tuple[int, Request]] = []
         prefills: list[tuple[Request, int]] = []
+        block_size = self._block_size
         for request in self._batch.running:
             assert request.row is not None
             num_computed, num_tokens = request.num_computed_tokens, len(request.token_ids)
@@ -63,7 +64,7 @@ class StepPlanner:
             if num_tokens - num_computed != 1:
                 prefills.append((request, num_computed))
                 continue
-            if num_computed == len(request.block_ids) * self._block_size:
+            if num_computed == len(request.block_ids) * block_size:
                 lacking_block.append((len(decodes), request))
             decodes.append(RowStep(request.row, num_computed, 1, (), True))
         if len(lacking_block) > self._tables.num_free:

@@ -7,23 +7,18 @@ from engine_svc.planning.step import RowStep, StepPlan
 
 
 class StepsInFlight:
-    """`plans` are those that compute works on, in the order in which they were made.
+    """`plans` are those that compute works on, in the order in which the scheduler added them.
 
     A request that ends keeps its row and its blocks until the last step has landed that works on
     them: nobody else may have them before.
     """
 
-    def __init__(self, max_num_steps: int) -> None:
+    def __init__(self) -> None:
         self.plans: list[StepPlan] = []
-        self._max_num_steps = max_num_steps
         self._ended: list[tuple[StepPlan, Request]] = []
         # What was asked for last, and for which plan.
         self._indexed: StepPlan | None = None
         self._steps_by_row: Mapping[int, RowStep] = {}
-
-    def add(self, plan: StepPlan) -> None:
-        assert len(self.plans) < self._max_num_steps, "too many steps are not committed"
-        self.plans.append(plan)
 
     def land(self, plan: StepPlan) -> None:
         """The oldest step is computed."""
