@@ -13,6 +13,7 @@ from torch import Tensor
 from engine_svc.compute.device_executor import DeviceExecutor
 from engine_svc.compute.devices import HostDevice
 from engine_svc.compute.executor_config import ExecutorConfig
+from engine_svc.compute.ranks import ONE_RANK, Ranks
 from engine_svc.planning.limits import SchedulerConfig
 from engine_svc.planning.scheduler import Scheduler
 from engine_svc.planning.step import PendingStep, SamplingParameters, StepPlan
@@ -77,6 +78,7 @@ def load_device_executor(
     kernels: Kernels | None = None,
     *,
     checks_graphs: bool = False,
+    ranks: Ranks = ONE_RANK,
     **overrides: object,
 ) -> DeviceExecutor:
     """A DeviceExecutor with 8 rows and 4 MiB of KV cache on the CPU."""
@@ -92,6 +94,7 @@ def load_device_executor(
         HostDevice(checks_graphs=checks_graphs),
         kernels or PaddedCpuKernels(),
         report=lambda line: None,
+        ranks=ranks,
     )
 
 
