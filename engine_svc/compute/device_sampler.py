@@ -203,4 +203,5 @@ def _edited_rows(inputs: SamplingInputs, grammar_mask: TokenMask | None) -> froz
         rows.append(grammar_mask.rows)
     if inputs.biases is not None:
         rows.append(inputs.biases.rows)
-    return frozenset(row for part in rows for row in part.tolist())
+    # A request may have hundreds of biases.
+    return frozenset(row for part in rows for row in np.unique(part.numpy()).tolist())

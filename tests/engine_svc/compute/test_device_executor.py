@@ -4,27 +4,33 @@ and queued, and whatever requests ask for.
 
 import dataclasses
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from engine_svc.compute.device_executor import DeviceExecutor
 from engine_svc.compute.executor import Executor
+from engine_svc.compute.grammar_compiler import GrammarCompiler
 from engine_svc.planning.limits import SchedulerConfig
 from engine_svc.planning.step import (
     RowStart,
     RowStep,
+    SamplingError,
     SamplingParameters,
     StepPlan,
     StepResult,
 )
 from tests.fakes.decoding import ExecutorRows, load_tiny_executor
 from tests.fakes.device_decoding import StepLine, load_device_executor
+from tests.fakes.grammars import byte_level_compiler, regex
 from tests.fakes.scheduler_driver import Received
 from tests.fakes.tiny_models import VOCAB_SIZE, write_tiny_llama
+from tests.fakes.tiny_tokenizers import IM_END
 
 GREEDY = SamplingParameters(max_tokens=20, temperature=0.0, logprobs=True, top_logprobs=3)
 SEEDED = dataclasses.replace(GREEDY, temperature=1.0, seed=5)
@@ -37,6 +43,9 @@ OPTIONS = (
     {"logit_bias": ((7, 3.0), (9, -100.0)), "min_tokens": 6, "eos_token_ids": frozenset({3, 7})},
     {"allowed_token_ids": frozenset(range(0, VOCAB_SIZE, 2)), "bad_words": ((2, 4), (8,))},
     {"prompt_logprobs": True, "top_prompt_logprobs": 2, "top_k": 5, "top_p": 0.8, "min_p": 0.01},
+    # Neither is planned while a step of it is in flight.
+    {"grammar": regex("(yes|no)[a-z]{3,6}!"), "eos_token_ids": frozenset({IM_END})},
+    {"allowed_token_ids": frozenset({4, 5}), "bad_words": ((4, 4), (5, 5), (4, 5))},
     {
         **{"repetition_penalty": 1.2, "logprobs": True, "prompt_logprobs": True},
         **{"allowed_token_ids": frozenset(range(100)), "logit_bias": ((11, 4.0),)},
@@ -50,13 +59,27 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def device(model_path: Path) -> DeviceExecutor:
-    return load_device_executor(model_path)
+def compiler() -> Iterator[GrammarCompiler]:
+    with byte_level_compiler() as compiler:
+        yield compiler
 
 
 @pytest.fixture(scope="module")
-def host(model_path: Path) -> Executor:
-    return load_tiny_executor(model_path, cpu_kernels="torch", num_threads=1)
+def device(model_path: Path, compiler: GrammarCompiler) -> DeviceExecutor:
+    executor = load_device_executor(model_path)
+    executor.follow_grammars(compiler)
+    return executor
+
+
+@pytest.fixture(scope="module")
+def host(model_path: Path, compiler: GrammarCompiler) -> Executor:
+    executor = load_on_host(model_path)
+    executor.follow_grammars(compiler)
+    return executor
+
+
+def load_on_host(directory: Path, **overrides: object) -> Executor:
+    return load_tiny_executor(directory, cpu_kernels="torch", num_threads=1, **overrides)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -79,7 +102,11 @@ def limits(executor: DeviceExecutor | Executor, **overrides: int) -> SchedulerCo
 
 def answers(received: list[Received]) -> list[tuple]:
     return [
-        (entry.token_ids, entry.logprobs, entry.prompt_logprobs, entry.finish) for entry in received
+        (
+            *(entry.token_ids, entry.logprobs, entry.prompt_logprobs),
+            entry.finish and (entry.finish.reason, str(entry.finish.error)),
+        )
+        for entry in received
     ]
 
 
@@ -177,7 +204,7 @@ def test_an_empty_plan_and_a_plan_that_samples_nothing_give_no_tokens(
 
 def test_a_prompt_longer_than_what_a_step_s_copy_holds_gets_there(model_path: Path) -> None:
     device = load_device_executor(model_path, max_num_batched_tokens=16)
-    host = load_tiny_executor(model_path, cpu_kernels="torch", num_threads=1)
+    host = load_on_host(model_path)
     requests = [(prompt_of(300), dataclasses.replace(SEEDED, repetition_penalty=1.5))]
     line = StepLine(limits(device, max_num_batched_tokens=16), device.launch)
     assert answers(line.run(requests)) == answers(StepLine(limits(host), host.launch).run(requests))
@@ -185,7 +212,36 @@ def test_a_prompt_longer_than_what_a_step_s_copy_holds_gets_there(model_path: Pa
 
 def test_a_sequence_may_reach_the_model_s_length(model_path: Path) -> None:
     device = load_device_executor(model_path, max_model_len=40)
-    host = load_tiny_executor(model_path, cpu_kernels="torch", num_threads=1, max_model_len=40)
+    host = load_on_host(model_path, max_model_len=40)
     requests = [(prompt_of(30), dataclasses.replace(SEEDED, max_tokens=10)) for _ in range(3)]
     line = StepLine(limits(device), device.launch)
     assert answers(line.run(requests)) == answers(StepLine(limits(host), host.launch).run(requests))
+
+
+def test_bug_34_nan_in_one_row_fails_that_row_alone_and_later_steps_can_read_its_token(
+    tmp_path: Path,
+) -> None:
+    directory = write_tiny_llama(tmp_path)
+    weights = load_file(directory / "model.safetensors")
+    weights["model.embed_tokens.weight"][77] = torch.nan
+    save_file(weights, directory / "model.safetensors")
+    device = load_device_executor(directory)
+    healthy = [token for token in prompt_of(40) if token != 77]
+    rows = ExecutorRows(device)
+    expected = rows.run({0: (healthy, GREEDY)}, 5)[0]
+    biased = dataclasses.replace(GREEDY, logit_bias=((5, 1.0),))
+    both = rows.run({0: (healthy, GREEDY), 1: ([5, 77, 6], GREEDY), 2: ([77], biased)}, 5)
+    assert both[0] == expected
+    for row in (1, 2):
+        assert {token.error for token in both[row]} == {SamplingError.BAD_LOGITS}
+        assert all(token.token_id == 0 and token.logprobs is None for token in both[row])
+
+
+def test_a_row_whose_options_leave_no_token_fails_by_its_own_fault(device: DeviceExecutor) -> None:
+    dead_end = dataclasses.replace(
+        GREEDY, allowed_token_ids=frozenset({4}), bad_words=((4,), (9, 4))
+    )
+    requests = {0: (prompt_of(9), dead_end), 1: (prompt_of(5), SEEDED)}
+    tokens = ExecutorRows(device).run(requests, 2)
+    assert [token.error for token in tokens[0]] == [SamplingError.NO_TOKEN_LEFT] * 2
+    assert [token.error for token in tokens[1]] == [None] * 2

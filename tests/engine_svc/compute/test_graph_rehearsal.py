@@ -67,6 +67,15 @@ def test_what_a_graph_cannot_hold_is_refused(run: Callable[[], object], message:
         run()
 
 
+def test_a_step_that_runs_op_by_op_may_make_memory_but_not_wait() -> None:
+    with torch.inference_mode(), CaptureRules(allows_memory=True):
+        total = (X + 1).sum()
+        with pytest.raises(CaptureError, match="waits for the device"):
+            total.item()
+        with pytest.raises(CaptureError, match="depends on data"):
+            torch.nonzero(X)
+
+
 def test_a_replay_reads_and_writes_the_same_memory_again() -> None:
     source, result = torch.ones(4), torch.zeros(4)
     for kind in (RepeatedRun, RehearsedGraph):
