@@ -86,7 +86,7 @@ class GpuKernels(Kernels):
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         out = self.buffers.take("linear", len(x), packed.out_features, x.dtype)
-        packed(x, out)
+        packed(x, out, self.buffers.scratch)
         return out
 
     def logits(self, x: Tensor, head: PackedLinear) -> Tensor:
@@ -187,7 +187,8 @@ class GpuKernels(Kernels):
         frequency: Tensor,
     ) -> None:
         logit_edits.penalize(
-            logits, rows, token_ids, prompt_lens, seq_lens, repetition, presence, frequency
+            *(logits, rows, token_ids, prompt_lens, seq_lens, repetition, presence, frequency),
+            self.buffers.scratch,
         )
 
     def largest(self, logits: Tensor) -> Tensor:
@@ -220,7 +221,9 @@ class GpuKernels(Kernels):
         chosen_out = self.buffers.take("chosen_logprobs", rows, 1, torch.float32)[:, 0]
         top_ids = self.buffers.take("top_ids", rows, num_top, torch.int64)
         top_out = self.buffers.take("top_logprobs", rows, num_top, torch.float32)
-        logprobs.token_logprobs(logits, chosen, chosen_out, top_ids, top_out)
+        logprobs.token_logprobs(
+            logits, chosen, chosen_out, top_ids, top_out, self.buffers.scratch
+        )
         return chosen_out, top_ids, top_out
 
     def _heads(self, op: str, query: Tensor) -> Tensor:

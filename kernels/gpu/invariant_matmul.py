@@ -1,0 +1,176 @@
+"""A dense linear layer whose rows do not depend on each other: out = x weightᵀ + bias.
+
+One tile and one order of the columns for any number of rows, sums in float32. So a row has the same
+bits alone, in any batch, and in any chunk of a prompt, which cuBLAS does not promise: it chooses by
+the shape. The columns lie in parts that are cut by the weight's shape alone. Each part's sum starts
+from zero, and parts are added in order: one program adds its parts itself, or, where there are few
+rows, parts have programs of their own and split_sum.py adds them in the same order.
+
+A program takes one tile after the other (persistent): row tiles in groups, outputs inside, so that
+what programs read at about the same time stays in the device's cache.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+from kernels.gpu.linear_tiles import INVARIANT_TILE, choose_parts
+from kernels.gpu.pointer_types import pointer_type
+from kernels.gpu.split_sum import Scratch, sum_parts, sum_variant
+from kernels.gpu.variant import ModelShapes, Variant
+
+# Of a step, whatever the type: 64 columns of 16 bits.
+_STEP_BYTES = 128
+_ROW_TILES_PER_GROUP = 16
+# As many programs fit a processor's shared memory and registers.
+_PROGRAMS_PER_PROCESSOR = 2
+# Triton's interpreter multiplies matrices of bfloat16 as if they were integers; converted to
+# float32 they are what they were.
+_INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
+
+
+@triton.jit
+def _tile_place(tile, num_row_tiles, num_output_tiles, GROUP: tl.constexpr):
+    """Row tile and output tile of tile number `tile`."""
+    group_size = GROUP * num_output_tiles
+    first_row_tile = tile // group_size * GROUP
+    group_rows = tl.minimum(num_row_tiles - first_row_tile, GROUP)
+    inside = tile % group_size
+    return first_row_tile + inside % group_rows, inside // group_rows
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_parts", "steps_per_part", "parts_per_program"])
+def _matmul_kernel(
+    x, weight, bias, out, num_rows, num_outputs, num_columns, num_parts, steps_per_part,
+    parts_per_program, x_stride, weight_stride, out_stride,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    OPERAND: tl.constexpr = tl.float32 if _INTERPRETED else x.dtype.element_ty
+    num_row_tiles = tl.cdiv(num_rows, BLOCK_ROWS)
+    num_output_tiles = tl.cdiv(num_outputs, BLOCK_OUTPUTS)
+    num_tiles = num_row_tiles * num_output_tiles
+    num_steps = tl.cdiv(num_columns, BLOCK_COLUMNS)
+    part_size = num_rows.to(tl.int64) * out_stride
+    lanes = tl.arange(0, BLOCK_COLUMNS)
+    for item in range(
+        tl.program_id(0), num_tiles * (num_parts // parts_per_program), tl.num_programs(0)
+    ):
+        row_tile, output_tile = _tile_place(
+            item % num_tiles, num_row_tiles, num_output_tiles, GROUP
+        )
+        first_part = item // num_tiles * parts_per_program
+        rows = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        outputs = output_tile * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+        # Beyond the last, rows and outputs are computed as the last, and not stored.
+        x_rows = x + (tl.minimum(rows, num_rows - 1).to(tl.int64) * x_stride)[:, None]
+        last_output = tl.minimum(outputs, num_outputs - 1)
+        weight_rows = weight + (last_output.to(tl.int64) * weight_stride)[None, :]
+        total = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), tl.float32)
+        for part in range(first_part, first_part + parts_per_program):
+            part_total = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), tl.float32)
+            first_step = part * steps_per_part
+            last_step = tl.minimum(first_step + steps_per_part, num_steps)
+            for step in tl.range(first_step, last_step, num_stages=STAGES):
+                columns = step * BLOCK_COLUMNS + lanes
+                mask = columns < num_columns
+                left = tl.load(x_rows + columns[None, :], mask=mask[None, :], other=0.0)
+                right = tl.load(weight_rows + columns[:, None], mask=mask[:, None], other=0.0)
+                part_total = tl.dot(
+                    left.to(OPERAND), right.to(OPERAND), part_total, input_precision="ieee"
+                )
+            total += part_total
+        total += tl.load(bias + last_output)[None, :]
+        places = out + first_part * part_size
+        places += rows[:, None].to(tl.int64) * out_stride + outputs[None, :]
+        mask = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
+        tl.store(places, total.to(out.dtype.element_ty), mask=mask)
+
+
+def invariant_matmul(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    no_bias: Tensor,
+    out: Tensor,
+    scratch: Scratch,
+    num_processors: int,
+) -> None:
+    """x [T, columns] weightᵀ + bias into out [T, outputs], of x's type or float32.
+
+    weight [outputs, columns] of x's type; bias, and no_bias of zeros, float32 [outputs]. Rows are
+    contiguous, but may lie apart. num_processors are the device's multiprocessors.
+    """
+    num_rows, num_columns = x.shape
+    num_outputs = len(weight)
+    assert weight.shape[1] == num_columns and out.shape == (num_rows, num_outputs)
+    assert x.stride(1) == weight.stride(1) == out.stride(1) == 1 and x.dtype == weight.dtype
+    if num_rows == 0:
+        return
+    tile, block_columns = INVARIANT_TILE, _STEP_BYTES // x.dtype.itemsize
+    num_steps = triton.cdiv(num_columns, block_columns)
+    parts = choose_parts(tile, num_rows, num_outputs, num_steps, num_processors, True)
+    result = out
+    if parts.is_spread:
+        result = scratch("linear parts", (parts.number, *out.shape), torch.float32)
+    num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_outputs, tile.outputs)
+    num_items = num_tiles * (parts.number if parts.is_spread else 1)
+    _matmul_kernel[(min(num_items, num_processors * _PROGRAMS_PER_PROCESSOR),)](
+        x,
+        weight,
+        no_bias if parts.is_spread else bias,
+        result,
+        num_rows,
+        num_outputs,
+        num_columns,
+        parts.number,
+        parts.steps,
+        1 if parts.is_spread else parts.number,
+        x.stride(0),
+        weight.stride(0),
+        result.stride(-2),
+        **_constexprs(x.dtype),
+        num_warps=tile.num_warps,
+    )
+    if parts.is_spread:
+        sum_parts(result, bias, out)
+
+
+def _constexprs(dtype: torch.dtype) -> dict[str, int]:
+    return {
+        "BLOCK_ROWS": INVARIANT_TILE.rows,
+        "BLOCK_OUTPUTS": INVARIANT_TILE.outputs,
+        "BLOCK_COLUMNS": _STEP_BYTES // dtype.itemsize,
+        "GROUP": _ROW_TILES_PER_GROUP,
+        "STAGES": INVARIANT_TILE.num_stages,
+    }
+
+
+def variants(shapes: ModelShapes) -> Iterator[Variant]:
+    """What a model of these shapes launches in the batch-invariant mode."""
+    for out in {shapes.dtype: None, torch.float32: None}:
+        yield _variant(shapes.dtype, out)
+    yield sum_variant(shapes.dtype)
+
+
+def _variant(dtype: torch.dtype, out: torch.dtype) -> Variant:
+    counts = ("num_rows", "num_parts", "steps_per_part", "parts_per_program")
+    sizes = ("num_outputs", "num_columns", "x_stride", "weight_stride", "out_stride")
+    return Variant(
+        kernel=_matmul_kernel,
+        label=f"batch-invariant linear {pointer_type(dtype)} to {pointer_type(out)}",
+        signature={
+            **dict.fromkeys(("x", "weight"), pointer_type(dtype)),
+            "bias": "*fp32",
+            "out": pointer_type(out),
+            **dict.fromkeys((*counts, *sizes), "i32"),
+        },
+        constexprs=_constexprs(dtype),
+        num_warps=INVARIANT_TILE.num_warps,
+        may_spill=True,
+        divisible_by_16=sizes,
+    )

@@ -1,0 +1,255 @@
+"""Linear layers of quantised weights, which are dequantised in registers: out = x weightᵀ + bias.
+
+The product is taken transposed, weight · xᵀ: the weights are then the matrix unit's first operand,
+which it reads from registers, and few rows of x fill its other side. A step of the loop takes the
+codes of BLOCK_OUTPUTS outputs and 4 or 8 groups of 32 columns, which lie side by side in memory
+(packed_weight.py).
+
+In a small tile the codes themselves, integers that bfloat16 holds exactly, are multiplied, and a
+group's product is scaled afterwards, in float32: Σ (scale · q + minimum) x over a group is
+scale · Σ q x + minimum · Σ x, so nothing of the weights is rounded. A 4-bit code comes as the
+bfloat16 number 128 + q, which takes one operation for two codes (after Kim et al., "Who Says
+Elephants Can't Run", 2022); the 128 is taken back with the minimum. In a large tile scaling would
+cost more than the product: there weights are dequantised first, and rounded to the type of x.
+
+The columns lie in parts, each so many steps. A part's sum starts from zero, and parts are added in
+order: by one program, or by split_sum.py, where few programs would leave the device idle and each
+takes one part. Both give the same bits. So a row's result depends on the tile and the parts alone,
+which the batch-invariant mode fixes (linear_tiles.py).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+from kernels.gpu.linear_tiles import (
+    LARGE_TILE,
+    SMALL_TILE,
+    LinearTile,
+    choose_parts,
+    choose_tile,
+)
+from kernels.gpu.packed_weight import CodeFormat, PackedMatrix
+from kernels.gpu.pointer_types import pointer_type
+from kernels.gpu.quantised_groups import eight_bit_numbers, four_bit_numbers, group_scale
+from kernels.gpu.split_sum import Scratch, sum_parts, sum_variant
+from kernels.gpu.variant import ModelShapes, Variant
+
+# Triton's interpreter multiplies matrices of bfloat16 as if they were integers; converted to
+# float32 they are what they were.
+_INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
+
+
+@triton.jit
+def _columns_of(groups, num_columns):
+    """The first column of groups; those beyond the last, whose weights are zeros, read the last."""
+    return tl.minimum(groups * 32, num_columns - 32)
+
+
+@triton.jit
+def _four_bit_step(
+    total, x, words, scales, step, num_columns, padded_outputs,
+    FORMAT: tl.constexpr, OPERAND: tl.constexpr, SCALES_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Adds the products of 8 groups to total [outputs, rows].
+
+    x [rows], words [outputs, 1], scales [outputs]: where rows, codes and scales begin.
+    """
+    lanes = tl.arange(0, 32)
+    half_lanes = tl.arange(0, 16)[None, :]
+    first_words = tl.load(words + half_lanes)
+    last_words = tl.load(words + 16 + half_lanes)
+    for group in tl.static_range(8):
+        columns = _columns_of(step * 8 + group, num_columns) + lanes
+        values = tl.load(x[None, :] + columns[:, None]).to(OPERAND)
+        numbers = four_bit_numbers(first_words if group < 4 else last_words, group)
+        scale, minimum = group_scale(scales, padded_outputs, group, FORMAT)
+        if SCALES_FIRST:
+            shift = minimum - 128.0 * scale
+            weights = numbers.to(tl.float32) * scale[:, None] + shift[:, None]
+            total = tl.dot(weights.to(OPERAND), values, total, input_precision="ieee")
+        else:
+            product = tl.dot(numbers.to(OPERAND), values, input_precision="ieee")
+            total += product * scale[:, None]
+    if not SCALES_FIRST:
+        groups = tl.arange(0, 8)
+        columns = _columns_of(step * 8 + groups, num_columns)
+        places = x[:, None, None] + columns[None, :, None] + lanes[None, None, :]
+        sums = tl.sum(tl.load(places).to(tl.float32), 2)
+        scale, minimum = group_scale(scales[:, None], padded_outputs, groups[None, :], FORMAT)
+        shifts = minimum - 128.0 * scale
+        total = tl.dot(shifts, tl.trans(sums), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _eight_bit_step(
+    total, x, words, scales, step, num_columns, padded_outputs,
+    FORMAT: tl.constexpr, OPERAND: tl.constexpr, SCALES_FIRST: tl.constexpr,
+):  # fmt: skip
+    """As `_four_bit_step`, of 4 groups; fp8's one scale of a row is left to the end."""
+    lanes = tl.arange(0, 32)
+    codes = tl.load(words + lanes[None, :])
+    for group in tl.static_range(4):
+        columns = _columns_of(step * 4 + group, num_columns) + lanes
+        values = tl.load(x[None, :] + columns[:, None]).to(OPERAND)
+        numbers = eight_bit_numbers(codes, group, FORMAT)
+        if FORMAT == "fp8":
+            total = tl.dot(numbers.to(OPERAND), values, total, input_precision="ieee")
+        else:
+            scale, _ = group_scale(scales, padded_outputs, group, FORMAT)
+            if SCALES_FIRST:
+                weights = (numbers * scale[:, None]).to(OPERAND)
+                total = tl.dot(weights, values, total, input_precision="ieee")
+            else:
+                product = tl.dot(numbers.to(OPERAND), values, input_precision="ieee")
+                total += product * scale[:, None]
+    return total
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_steps", "steps_per_part", "parts_per_program"])
+def _linear_kernel(
+    x, codes, scales, bias, out, num_rows, num_outputs, num_columns, padded_outputs, num_steps,
+    steps_per_part, parts_per_program, x_stride, out_stride,
+    FORMAT: tl.constexpr, NUM_GROUPS: tl.constexpr, SCALE_WORDS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, SCALES_FIRST: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    OPERAND: tl.constexpr = tl.float32 if _INTERPRETED else x.dtype.element_ty
+    num_row_tiles = tl.cdiv(num_rows, BLOCK_ROWS)
+    rows = tl.program_id(0) % num_row_tiles * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    outputs = tl.program_id(0) // num_row_tiles * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+    # Rows of a tile beyond the last compute what the last does, and are not stored.
+    x += tl.minimum(rows, num_rows - 1).to(tl.int64) * x_stride
+    out += tl.program_id(1).to(tl.int64) * num_rows * out_stride
+    first_part = tl.program_id(1) * parts_per_program
+    step_size = padded_outputs.to(tl.int64)
+    total = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), tl.float32)
+    for part in range(first_part, first_part + parts_per_program):
+        part_total = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), tl.float32)
+        first_step = part * steps_per_part
+        last_step = tl.minimum(first_step + steps_per_part, num_steps)
+        # Asked for here, since otherwise only what a product reads is fetched steps ahead.
+        for step in tl.range(first_step, last_step, num_stages=STAGES):
+            start = step * step_size
+            words = codes + (start + outputs)[:, None] * 32
+            of_step = scales + (start * SCALE_WORDS + outputs)
+            if NUM_GROUPS == 8:
+                part_total = _four_bit_step(
+                    part_total, x, words, of_step, step, num_columns, padded_outputs,
+                    FORMAT, OPERAND, SCALES_FIRST,
+                )  # fmt: skip
+            else:
+                part_total = _eight_bit_step(
+                    part_total, x, words, of_step, step, num_columns, padded_outputs,
+                    FORMAT, OPERAND, SCALES_FIRST,
+                )  # fmt: skip
+        total += part_total
+    if FORMAT == "fp8":
+        total *= tl.load(scales + outputs)[:, None]
+    total += tl.load(bias + outputs)[:, None]
+    places = out + rows[None, :].to(tl.int64) * out_stride + outputs[:, None]
+    mask = (rows < num_rows)[None, :] & (outputs < num_outputs)[:, None]
+    tl.store(places, total.to(out.dtype.element_ty), mask=mask)
+
+
+def quantised_linear(
+    x: Tensor,
+    matrix: PackedMatrix,
+    out: Tensor,
+    scratch: Scratch,
+    num_processors: int,
+    batch_invariant: bool,
+) -> None:
+    """x [T, columns] weightᵀ + bias into out [T, outputs], of x's type or float32.
+
+    Rows are contiguous, but may lie apart. num_processors are the device's multiprocessors.
+    """
+    num_rows, num_columns = x.shape
+    assert num_columns == matrix.num_columns and out.shape == (num_rows, matrix.num_outputs)
+    assert x.stride(1) == out.stride(1) == 1
+    if num_rows == 0:
+        return
+    tile = choose_tile(num_rows, batch_invariant)
+    parts = choose_parts(
+        *(tile, num_rows, matrix.num_outputs, matrix.num_steps),
+        *(num_processors, batch_invariant),
+    )
+    result, bias = out, matrix.bias
+    if parts.is_spread:
+        shape = (parts.number, *out.shape)
+        result, bias = scratch("linear parts", shape, torch.float32), matrix.no_bias
+    num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(out.shape[1], tile.outputs)
+    _linear_kernel[(num_tiles, parts.number if parts.is_spread else 1)](
+        x,
+        matrix.codes,
+        matrix.scales,
+        bias,
+        result,
+        num_rows,
+        matrix.num_outputs,
+        num_columns,
+        matrix.codes.shape[1],
+        matrix.num_steps,
+        parts.steps,
+        1 if parts.is_spread else parts.number,
+        x.stride(0),
+        result.stride(-2),
+        **_constexprs(matrix.format, tile),
+        num_warps=tile.num_warps,
+    )
+    if parts.is_spread:
+        sum_parts(result, matrix.bias, out)
+
+
+def _constexprs(code_format: CodeFormat, tile: LinearTile) -> dict[str, Any]:
+    return {
+        "FORMAT": str(code_format),
+        "NUM_GROUPS": code_format.groups_per_step,
+        "SCALE_WORDS": code_format.scale_words,
+        "BLOCK_ROWS": tile.rows,
+        "BLOCK_OUTPUTS": tile.outputs,
+        "SCALES_FIRST": tile is LARGE_TILE,
+        "STAGES": tile.num_stages,
+    }
+
+
+def variants(shapes: ModelShapes) -> Iterator[Variant]:
+    """What a model of these shapes launches, whatever its weights are; in float32 none are such."""
+    if shapes.dtype == torch.float32:
+        return
+    for code_format in CodeFormat:
+        for tile in (SMALL_TILE, LARGE_TILE):
+            for out in (shapes.dtype, torch.float32):
+                yield _variant(code_format, tile, shapes.dtype, out)
+    yield sum_variant(shapes.dtype)
+
+
+def _variant(
+    code_format: CodeFormat, tile: LinearTile, dtype: torch.dtype, out: torch.dtype
+) -> Variant:
+    counts = ("num_rows", "num_steps", "steps_per_part", "parts_per_program")
+    sizes = ("num_outputs", "num_columns", "padded_outputs", "x_stride", "out_stride")
+    is_fp8 = code_format is CodeFormat.FP8
+    return Variant(
+        kernel=_linear_kernel,
+        label=f"linear {code_format}, {tile.rows} rows, {pointer_type(dtype)}, {pointer_type(out)}",
+        signature={
+            "x": pointer_type(dtype),
+            "codes": "*i32",
+            "scales": "*fp32" if is_fp8 else "*i32",
+            "bias": "*fp32",
+            "out": pointer_type(out),
+            **dict.fromkeys((*counts, *sizes), "i32"),
+        },
+        constexprs=_constexprs(code_format, tile),
+        num_warps=tile.num_warps,
+        may_spill=True,
+        divisible_by_16=sizes,
+        needs=frozenset({"fp8"} if is_fp8 else ()),
+    )
