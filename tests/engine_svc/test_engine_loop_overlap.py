@@ -84,6 +84,26 @@ async def test_an_abort_with_steps_in_flight_is_answered_and_what_they_hold_come
         await until(lambda: loop.load.num_free_blocks == executor.num_blocks)
 
 
+async def test_a_drain_ends_what_waits_at_once_and_what_runs_when_told() -> None:
+    gate = Gate()
+    executor = OverlappingExecutor(before_wait=gate.before_wait)
+    async with running_loop(executor, max_num_seqs=1, **TWO) as (loop, collector):
+        for key in ("runs", "waits"):
+            loop.submit(request(key, max_tokens=100))
+        await gate.wait_for_step()
+        loop.fail_all(Unavailable("draining"), running=False)
+        gate.open()
+        assert isinstance((await collector.finish_of("waits")).finish.error, Unavailable)
+        await gate.wait_for_step()
+        loop.fail_all(Unavailable("draining"))
+        gate.open(10)
+        received = await collector.finish_of("runs")
+        assert isinstance(received.finish.error, Unavailable)
+        assert received.token_ids == expected_outputs("runs", 100)[: len(received.token_ids)]
+        await until(lambda: executor.num_waited_for == executor.num_launched)
+        await until(lambda: loop.load.num_free_blocks == executor.num_blocks)
+
+
 async def test_what_a_step_computes_for_a_request_that_has_ended_is_dropped() -> None:
     executor = OverlappingExecutor()
     outputs = expected_outputs("a", 20)
