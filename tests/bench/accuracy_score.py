@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine_svc.__main__ import load_executor, scheduler_config
+from engine_svc.__main__ import load, scheduler_config
 from engine_svc.planning.request import Request
 from engine_svc.planning.scheduler import Scheduler
 from engine_svc.planning.step import SamplingParameters
@@ -73,7 +73,7 @@ def engine_settings(model: Path, window: int, flags: Sequence[str] = ()) -> Sett
 
 def engine_logprobs(settings: Settings, windows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
     """[T - 1] for each window: what the engine answers to who asks for `prompt_logprobs`."""
-    executor = load_executor(settings)
+    executor = load(settings)
     config = scheduler_config(settings, executor)
     for window in windows:
         scheduler = Scheduler(config)

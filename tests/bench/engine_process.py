@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from engine_svc.__main__ import load_executor, scheduler_config
+from engine_svc.__main__ import load, scheduler_config
 from engine_svc.compute.executor import Executor
 from engine_svc.planning.ngram_drafter import drafter_for
 from engine_svc.planning.request import Request
@@ -34,7 +34,7 @@ def generate(settings: Settings, executor: Executor, prompts: list[list[int]], c
 
 def main() -> None:
     settings = Settings(model=Path(sys.argv[1]), max_num_seqs=int(sys.argv[2]), kv_memory=1 << 30)
-    executor = load_executor(settings)
+    executor = load(settings)
     for line in sys.stdin:
         job = json.loads(line)
         rate = generate(settings, executor, job["prompts"], job["max_tokens"])

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from compose.directories import models_directory
 from compose.model_store import DEFAULT_MODEL, ModelStore
-from engine_svc.__main__ import load_executor, scheduler_config
+from engine_svc.__main__ import load, scheduler_config
 from engine_svc.planning.ngram_drafter import NgramDrafter
 from engine_svc.planning.request import Request
 from engine_svc.planning.scheduler import Scheduler
@@ -68,7 +68,7 @@ class Engine:
     """Scheduler and executor in a plain loop."""
 
     def __init__(self, settings: Settings) -> None:
-        self._executor = load_executor(settings)
+        self._executor = load(settings)
         config = scheduler_config(settings, self._executor)
         self.drafter = SwitchedDrafter(config.max_draft_tokens)
         self._scheduler = Scheduler(config, self.drafter)
