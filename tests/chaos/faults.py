@@ -1,6 +1,7 @@
 """What is done to one replica of a service, and how long it is away because of it."""
 
 import asyncio
+import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -8,6 +9,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 import grpc
+import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.chaos.line import ChaosLine, Replica
@@ -56,6 +58,16 @@ async def partition(line: ChaosLine, replica: Replica) -> float:
     return FAULT_SECONDS
 
 
+async def kill_rank(line: ChaosLine, replica: Replica) -> float:
+    """SIGKILL to one of an engine's other ranks: the engine then ends by itself."""
+    return await _until_restarted(replica, signal.SIGKILL, _a_rank_of(replica))
+
+
+async def stop_rank(line: ChaosLine, replica: Replica) -> float:
+    """SIGSTOP to one of them, for good: the engine ends when a step has taken too long."""
+    return await _until_restarted(replica, signal.SIGSTOP, _a_rank_of(replica))
+
+
 async def nothing(line: ChaosLine, replica: Replica) -> float:
     """No fault: what differs all the same is no fault's doing."""
     return 0.0
@@ -77,11 +89,25 @@ FAULTS: Final[dict[str, Callable[[ChaosLine, Replica], Awaitable[float]]]] = {
     "partition": partition,
 }
 
+# Of an engine of several ranks.
+RANK_FAULTS: Final[dict[str, Callable[[ChaosLine, Replica], Awaitable[float]]]] = {
+    "kill-rank": kill_rank,
+    "stop-rank": stop_rank,
+}
 
-async def _until_restarted(replica: Replica, number: signal.Signals) -> float:
+
+def _a_rank_of(replica: Replica) -> int:
+    return psutil.Process(replica.process.pid).children()[-1].pid
+
+
+async def _until_restarted(replica: Replica, number: signal.Signals, pid: int = 0) -> float:
+    """Sends a signal to the replica's process, or to another one of its own."""
     started = time.monotonic()
     num_starts = replica.process.num_starts
-    replica.process.send(number)
+    if pid:
+        os.kill(pid, number)
+    else:
+        replica.process.send(number)
     while not (replica.process.num_starts > num_starts and await serves(replica)):
         if time.monotonic() - started > _RESTART_SECONDS:
             raise TimeoutError(f"{replica.name} did not come back\n{replica.process.tail()}")

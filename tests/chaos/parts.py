@@ -9,6 +9,7 @@ from typing import Final
 from protos.wire.model_files import model_name
 from tests.chaos.aborts import run_aborts
 from tests.chaos.cancel_latency import measure_cancels
+from tests.chaos.faults import RANK_FAULTS
 from tests.chaos.fencing import Fencing
 from tests.chaos.line import LineOptions, chaos_line
 from tests.chaos.outside import run_program
@@ -29,6 +30,11 @@ GATEWAY_ARGUMENTS: Final = (
 _SMALL_ENGINE: Final = (
     *("--num-threads", "1", "--kv-memory", "16MiB"),
     *("--max-num-batched-tokens", "64"),
+)
+# Engines of two ranks each. What computes them is slower, so a step hangs later than it takes.
+_PARALLEL_ENGINE: Final = (
+    *("--tensor-parallel", "2", "--device", "cpu", "--dtype", "float32"),
+    *("--kv-memory", "128MiB", "--step-timeout-seconds", "5"),
 )
 # The short run has each service and each fault, the likely ones more than once.
 _SHORT_CELLS: Final = (
@@ -92,6 +98,18 @@ async def fencing(options: Namespace, line_options: LineOptions) -> list[Table]:
         return [await rounds.run(options.rounds, say)]
 
 
+async def ranks(options: Namespace, line_options: LineOptions) -> list[Table]:
+    """6: a rank of an engine that has several."""
+    arguments = (*_PARALLEL_ENGINE, "--max-num-seqs", str(3 * options.streams))
+    async with chaos_line(replace(line_options, engine_arguments=arguments)) as line:
+        workload = make_workload(model_name(line_options.model), options.streams, options.seed)
+        rounds = Rounds(line, workload, options.seed, judges_time=False)
+        await rounds.prepare()
+        faults = ("kill-rank",) if options.short else ("none", *RANK_FAULTS)
+        cells = [("engine", fault) for fault in faults]
+        return [await run_faults(rounds, cells, options.rounds, say)]
+
+
 async def hostile(options: Namespace, line_options: LineOptions) -> list[Table]:
     """4: malformed, truncated and oversized requests, on a line of their own."""
     return [await run_program("hostile", ("tests.hostile",), _PROGRAM_SECONDS, say)]
@@ -108,5 +126,6 @@ PARTS: Final[dict[str, Callable[[Namespace, LineOptions], Awaitable[list[Table]]
     "fencing": fencing,
     "hostile": hostile,
     "overload": overload,
+    "ranks": ranks,
 }
 SHORT_PARTS: Final = ("faults", "fencing", "aborts")

@@ -13,7 +13,7 @@ import grpc
 from protos.common.v1 import common_pb2
 from tests.chaos.answer import differences
 from tests.chaos.client import Client, ClientOptions, Outcome
-from tests.chaos.faults import FAULTS, nothing, restart_all
+from tests.chaos.faults import FAULTS, RANK_FAULTS, nothing, restart_all
 from tests.chaos.line import ChaosLine
 from tests.chaos.report import Table
 from tests.chaos.workload import Request, with_own_stop
@@ -163,7 +163,8 @@ class Rounds:
             await _until_progress(clients, source.uniform(0.02, 0.7) * self._reference.num_events)
             tally.num_live.append(sum(client.outcome.is_live for client in clients))
             hit_at = time.monotonic()
-            away = await FAULTS.get(tally.fault, nothing)(self._line, target)
+            fault = (FAULTS | RANK_FAULTS).get(tally.fault, nothing)
+            away = await fault(self._line, target)
             outcomes = await asyncio.gather(*tasks)
         finally:
             for task in tasks:

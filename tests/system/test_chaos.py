@@ -18,12 +18,15 @@ SHORT_SECONDS = 600.0
 PATIENCE_SECONDS = 10.0
 
 
-@pytest.mark.slow
-def test_streams_come_to_the_identical_end_whatever_is_done_to_the_line(tmp_path: Path) -> None:
-    output = tmp_path / "output"
+def check_chaos(directory: Path, *arguments: str) -> None:
+    """Runs `python -m tests.chaos --short` with these arguments."""
+    output = directory / "output"
     with output.open("wb") as file:
         code = subprocess.run(
-            [sys.executable, "-m", "tests.chaos", "--short", "--logs", str(tmp_path / "logs")],
+            [
+                *(sys.executable, "-m", "tests.chaos", "--short"),
+                *("--logs", str(directory / "logs"), *arguments),
+            ],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -31,6 +34,16 @@ def test_streams_come_to_the_identical_end_whatever_is_done_to_the_line(tmp_path
             timeout=SHORT_SECONDS,
         ).returncode
     assert code == 0, output.read_text(errors="replace")[-20_000:]
+
+
+@pytest.mark.slow
+def test_streams_come_to_the_identical_end_whatever_is_done_to_the_line(tmp_path: Path) -> None:
+    check_chaos(tmp_path)
+
+
+@pytest.mark.slow
+def test_streams_come_to_the_identical_end_when_an_engine_loses_a_rank(tmp_path: Path) -> None:
+    check_chaos(tmp_path, "--only", "ranks", "--streams", "8")
 
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
