@@ -1,9 +1,13 @@
 """The memory that ops write results into: the same addresses in every step, as graphs need."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+# Gives memory of arbitrary contents for a purpose, a shape and a type: `ResultBuffers.scratch`.
+Scratch = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 
 
 class ResultBuffers:

@@ -33,12 +33,12 @@ class Launches:
     """Stands in for a kernel, and notes what it is launched with."""
 
     def __init__(self, arg_names: list[str]) -> None:
-        self._arg_names = arg_names
+        self.arg_names = arg_names
         self.seen: list[Mapping[str, Any]] = []
 
     def __getitem__(self, grid: object) -> Any:
         def launch(*args: Any, **kwargs: Any) -> None:
-            named = dict(zip(self._arg_names, args, strict=False))
+            named = dict(zip(self.arg_names, args, strict=False))
             self.seen.append({**named, **kwargs})
 
         return launch

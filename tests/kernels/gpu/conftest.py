@@ -7,6 +7,12 @@ import torch
 from torch import Tensor
 
 from kernels.reference import ReferenceKernels
+from tests.fakes.quick_interpreter import hurry
+
+
+@pytest.fixture(autouse=True)
+def _quick_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
 
 
 @pytest.fixture(scope="session")
