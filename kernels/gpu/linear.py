@@ -64,6 +64,13 @@ class PackedLinear:
     def num_bytes(self) -> int:
         return sum(matrix.num_bytes for matrix in self.matrices)
 
+    @property
+    def gives_float32(self) -> bool:
+        """Whether `out` may be float32 whatever x is; cuBLAS gives the type of x."""
+        return self.batch_invariant or all(
+            isinstance(matrix, PackedMatrix) for matrix in self.matrices
+        )
+
     def __call__(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
         first = 0
         for matrix in self.matrices:
