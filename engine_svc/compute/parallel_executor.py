@@ -19,7 +19,8 @@ from engine_svc.compute.grammar_compiler import GrammarCompiler
 from engine_svc.compute.model.sharded_source import shard_of
 from engine_svc.compute.model.weights import open_source
 from engine_svc.compute.parallel_grammars import SendingGrammarRows
-from engine_svc.compute.parallel_processes import RankJob, RankProcesses, RankState
+from engine_svc.compute.parallel_messages import RankJob, RankState, SentPlan
+from engine_svc.compute.parallel_processes import RankProcesses
 from engine_svc.compute.ranks import RankPlace, join_ranks, meeting_place
 from engine_svc.planning.errors import ComputeLost
 from engine_svc.planning.step import PendingStep, StepPlan, StepResult
@@ -65,7 +66,7 @@ class ParallelExecutor:
         with ExitStack() as stack, meeting_place() as listener:
             processes = stack.enter_context(RankProcesses(on_loss))
             place = RankPlace(0, num_ranks, listener.getsockname()[1])
-            processes.start(RankJob(place, model, config), listener)
+            processes.start(RankJob(place, model, config))
             try:
                 processes.wait_for(RankState.READY)
                 device = device_of_rank(config, 0)
@@ -127,7 +128,7 @@ class ParallelExecutor:
 
     def launch(self, plan: StepPlan) -> "ParallelStep":
         try:
-            self._processes.send(plan)
+            self._processes.send(SentPlan.of(plan))
             return ParallelStep(self._executor.launch(plan), self._processes)
         except Exception as error:
             raise _lost(self._processes, error) from error

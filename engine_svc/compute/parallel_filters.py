@@ -63,7 +63,7 @@ def kept_tokens(
     if not (may_have_top_k or may_have_top_p):
         return inside
     scores = ordered_bits(scaled)
-    mass = torch.where(inside, masses.of(scaled, highest), 0)
+    mass = masses.of(scaled, highest).masked_fill_(~inside, 0)
     search = _Search(scores, inside, mass, ranks)
     bound = search.top_k(filters.top_k)
     if may_have_top_p:
@@ -120,7 +120,7 @@ class _Search:
             # So that places are counted from the largest digit on.
             digits = last - ((self._scores >> shift) & last)
             sums = measure.new_zeros(len(wanted), last + 1)
-            sums.scatter_add_(1, digits, torch.where(is_candidate, measure, 0))
+            sums.scatter_add_(1, digits, measure * is_candidate)
             self._ranks.sum_over_ranks(sums)
             so_far = sums.cumsum(dim=-1)
             place = (so_far < missing[:, None]).sum(dim=-1, keepdim=True).clamp_(max=last)
@@ -132,8 +132,8 @@ class _Search:
         is_least = self._inside & (self._scores == least[:, None])
         is_above = self._inside & (self._scores > least[:, None])
         own = (
-            torch.where(is_above, self._mass, 0).sum(dim=-1),
-            torch.where(is_least, self._mass, 0).sum(dim=-1),
+            (self._mass * is_above).sum(dim=-1),
+            (self._mass * is_least).sum(dim=-1),
             is_least.sum(dim=-1),
         )
         of_ranks = self._ranks.gather(torch.stack(own))

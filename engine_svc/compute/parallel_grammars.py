@@ -1,22 +1,15 @@
 """Grammars with several ranks: rank 0 follows them and sends the others what they may sample."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 
 from engine_svc.compute.grammar_compiler import GrammarCompiler
 from engine_svc.compute.grammar_rows import GrammarRows
+from engine_svc.compute.parallel_messages import SentMask
 from engine_svc.compute.sampling_rows import TokenMask
 from engine_svc.planning.step import RowStart, SamplingError
-
-
-class SentMask(NamedTuple):
-    """A `TokenMask` on its way to the other ranks."""
-
-    rows: np.ndarray
-    allowed: np.ndarray
 
 
 class SendingGrammarRows(GrammarRows):

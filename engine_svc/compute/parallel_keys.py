@@ -16,8 +16,7 @@ def ordered_bits(values: Tensor) -> Tensor:
 
     A float's bits order as a signed integer does once those of a negative number are turned round.
     """
-    values = torch.where(values.isnan(), torch.nan, values + 0.0)
-    bits = values.view(torch.int32)
+    bits = (values + 0.0).masked_fill_(values.isnan(), torch.nan).view(torch.int32)
     return (bits ^ ((bits >> 31) & (_SIGN - 1))).long() + _SIGN
 
 

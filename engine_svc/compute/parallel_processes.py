@@ -2,23 +2,19 @@
 
 import logging
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Self
 
-from engine_svc.compute.executor_config import ExecutorConfig
-from engine_svc.compute.ranks import RankPlace
+from engine_svc.compute.parallel_messages import RankFailure, RankJob, RankState
 from protos.wire.errors import StartupError
 
 logger = logging.getLogger(__name__)
@@ -29,29 +25,6 @@ _START_SECONDS: Final = 300.0
 # How long a rank may take to end, when asked to, or to have ended, when its pipe has.
 _END_SECONDS: Final = 5.0
 _STOP: Final = None
-
-
-class RankState(StrEnum):
-    """What a rank says of itself, in this order."""
-
-    READY = "ready"  # to meet the others
-    LOADED = "loaded"
-
-
-class RankFailure(NamedTuple):
-    """The last thing that a rank says, where it can. `cause` is a line if it is a StartupError."""
-
-    cause: str
-    is_startup_error: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RankJob:
-    """What a rank is told first."""
-
-    place: RankPlace
-    model: Path
-    config: ExecutorConfig
 
 
 class RankProcesses:
@@ -72,10 +45,9 @@ class RankProcesses:
         self._closing = False
         self._watching = threading.Thread(target=self._watch, name="ranks", daemon=True)
 
-    def start(self, job: RankJob, listener: socket.socket) -> None:
-        """Starts the processes of all but rank 0; `listener` is where they will meet."""
-        size, port = job.place.size, listener.getsockname()[1]
-        for rank in range(1, size):
+    def start(self, job: RankJob) -> None:
+        """Starts the processes of all but rank 0, whose job it is."""
+        for rank in range(1, job.place.size):
             link, their_end = Pipe()
             self._links.append(link)
             self._states.append(None)
@@ -86,7 +58,7 @@ class RankProcesses:
                     pass_fds=[their_end.fileno()],
                 )
             self._processes.append(process)
-            link.send(RankJob(RankPlace(rank, size, port), job.model, job.config))
+            link.send(replace(job, place=job.place._replace(rank=rank)))
         self._watching.start()
 
     def __enter__(self) -> Self:

@@ -22,9 +22,9 @@ from engine_svc.compute.any_executor import (
     load_executor,
 )
 from engine_svc.compute.parallel_grammars import ReceivingGrammarRows
-from engine_svc.compute.parallel_processes import RankFailure, RankJob, RankState
+from engine_svc.compute.parallel_messages import RankFailure, RankJob, RankState, SentPlan
 from engine_svc.compute.ranks import join_ranks
-from engine_svc.planning.step import PendingStep, StepPlan
+from engine_svc.planning.step import PendingStep
 from protos.wire.errors import StartupError
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -73,11 +73,11 @@ def _run(link: Connection) -> None:
 def _compute_steps(executor: AnyExecutor, link: Connection) -> None:
     """Until rank 0 says to stop. What comes of steps is rank 0's to tell."""
     in_flight: deque[PendingStep] = deque()
-    while (plan := link.recv()) is not None:
-        assert isinstance(plan, StepPlan)
+    while (sent := link.recv()) is not None:
+        assert isinstance(sent, SentPlan), f"expected a plan, got {type(sent)}"
         if len(in_flight) == executor.max_steps_in_flight:
             in_flight.popleft().wait()
-        in_flight.append(executor.launch(plan))
+        in_flight.append(executor.launch(sent.plan))
 
 
 def _ignore(line: str) -> None:

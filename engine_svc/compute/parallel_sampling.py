@@ -42,8 +42,8 @@ class ParallelSampling:
     def bias_logits(self, logits: Tensor, rows: Tensor, token_ids: Tensor, biases: Tensor) -> None:
         """As of `Kernels`. Biases on others' tokens become 0, on any token."""
         places, is_own = self._places(token_ids)
-        biases = torch.where(is_own, biases, 0.0)
-        logits.index_put_((rows, torch.where(is_own, places, 0)), biases, accumulate=True)
+        biases = biases.masked_fill(~is_own, 0.0)
+        logits.index_put_((rows, places.masked_fill_(~is_own, 0)), biases, accumulate=True)
 
     def penalize(
         self,
@@ -61,7 +61,7 @@ class ParallelSampling:
         places, is_own = self._places(token_ids.long())
         in_sequence = (positions < seq_lens[:, None]) & is_own
         in_output = in_sequence & (positions >= prompt_lens[:, None])
-        places = torch.where(in_sequence, places, logits.shape[1])
+        places.masked_fill_(~in_sequence, logits.shape[1])
         penalized = logits.index_select(0, rows)
         counts = torch.zeros(2, len(rows), logits.shape[1] + 1, device=logits.device)
         counts[0].scatter_add_(1, places, in_sequence.float())
@@ -109,8 +109,8 @@ class ParallelSampling:
         mass = self._ranks.sum_over_ranks(self._masses.of(logits, largest).sum(dim=-1))
         log_total = largest.double() + self._masses.log(mass)
         places, is_own = self._places(chosen)
-        found = logits.gather(1, torch.where(is_own, places, 0)[:, None])[:, 0]
-        found = self._ranks.sum_over_ranks(torch.where(is_own, found, 0.0))
+        found = logits.gather(1, places.masked_fill_(~is_own, 0)[:, None])[:, 0]
+        found = self._ranks.sum_over_ranks(found.masked_fill_(~is_own, 0.0))
         top = self._top(logits, num_top)
         return (
             (found.double() - log_total).float(),

@@ -2,7 +2,6 @@
 
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 
 from engine_svc.compute.kv_storage import KvStorage
@@ -74,7 +73,7 @@ class Decoder:
             return self._kernels.embedding(token_ids, self._embedding)
         places = token_ids - self._vocab.first
         is_own = (places >= 0) & (places < self._vocab.size)
-        found = self._kernels.embedding(torch.where(is_own, places, 0), self._embedding)
+        found = self._kernels.embedding(places.masked_fill_(~is_own, 0), self._embedding)
         return self._ranks.sum_over_ranks(found.masked_fill_(~is_own[:, None], 0))
 
     def _context(self, inputs: StepInputs, block_size: int) -> StepContext:

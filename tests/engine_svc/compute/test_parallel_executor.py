@@ -1,6 +1,7 @@
 """Several ranks compute what one does: threads with models of every form, processes over Gloo."""
 
 import dataclasses
+import pickle
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +16,7 @@ from engine_svc.compute import parallel_processes
 from engine_svc.compute.any_executor import config_of_ranks, load_executor
 from engine_svc.compute.executor_config import ExecutorConfig
 from engine_svc.compute.parallel_executor import ParallelExecutor
+from engine_svc.compute.parallel_messages import SentPlan
 from engine_svc.compute.ranks import ONE_RANK, Ranks
 from engine_svc.planning.errors import ComputeLost
 from engine_svc.planning.step import (
@@ -287,3 +289,11 @@ def test_a_load_that_fails_on_one_rank_is_a_startup_error_with_its_cause(
     with pytest.raises(StartupError, match=message):
         load_ranks(write_tiny_llama(tmp_path), 2)
     assert [had_loaded for _, had_loaded in losses] == [False]
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_a_plan_that_is_sent_arrives_as_it_was(num_steps: int) -> None:
+    start = RowStart(1, [5, 6], 2, EVERY_OPTION, [3])
+    steps = [RowStep(row, row, 2, (row,), True, False, (7,) * row) for row in range(num_steps)]
+    sent = SentPlan.of(StepPlan((start,), tuple(steps)))
+    assert pickle.loads(pickle.dumps(sent)).plan == StepPlan((start,), tuple(steps))
