@@ -15,9 +15,8 @@ class DenseMatrix:
 
     weight: Tensor
     bias: Tensor | None
-    # The bias, or zeros, and zeros, in float32, as the batch-invariant product reads them.
+    # The bias or zeros, float32, as the batch-invariant product reads it.
     wide_bias: Tensor
-    no_bias: Tensor
 
     @property
     def num_outputs(self) -> int:
@@ -34,11 +33,10 @@ class DenseMatrix:
 
 def dense_matrix(weight: Tensor, bias: Tensor | None) -> DenseMatrix:
     """weight [outputs, columns] is kept as it is; bias [outputs] is converted to its type."""
-    no_bias = torch.zeros(len(weight), device=weight.device)
     if bias is None:
-        return DenseMatrix(weight, None, no_bias, no_bias)
+        return DenseMatrix(weight, None, torch.zeros(len(weight), device=weight.device))
     bias = bias.to(weight.device, weight.dtype)
-    return DenseMatrix(weight, bias, bias.float(), no_bias)
+    return DenseMatrix(weight, bias, bias.float())
 
 
 def dense_linear(
@@ -51,10 +49,7 @@ def dense_linear(
 ) -> None:
     """x [T, columns] weightᵀ + bias into out [T, outputs], all of one type."""
     if batch_invariant:
-        invariant_matmul(
-            *(x, matrix.weight, matrix.wide_bias, matrix.no_bias),
-            *(out, scratch, num_processors),
-        )
+        invariant_matmul(x, matrix.weight, matrix.wide_bias, out, scratch, num_processors)
     elif matrix.bias is None:
         torch.mm(x, matrix.weight.t(), out=out)
     else:

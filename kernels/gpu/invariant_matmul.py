@@ -48,7 +48,7 @@ def _matmul_kernel(
     x, weight, bias, out, num_rows, num_outputs, num_columns, num_parts, steps_per_part,
     parts_per_program, x_stride, weight_stride, out_stride,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    GROUP: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, STAGES: tl.constexpr, IS_SPREAD: tl.constexpr,
 ):  # fmt: skip
     OPERAND: tl.constexpr = tl.float32 if _INTERPRETED else x.dtype.element_ty
     num_row_tiles = tl.cdiv(num_rows, BLOCK_ROWS)
@@ -84,7 +84,8 @@ def _matmul_kernel(
                     left.to(OPERAND), right.to(OPERAND), part_total, input_precision="ieee"
                 )
             total += part_total
-        total += tl.load(bias + last_output)[None, :]
+        if not IS_SPREAD:
+            total += tl.load(bias + last_output)[None, :]
         places = out + first_part * part_size
         places += rows[:, None].to(tl.int64) * out_stride + outputs[None, :]
         mask = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
@@ -95,15 +96,14 @@ def invariant_matmul(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
-    no_bias: Tensor,
     out: Tensor,
     scratch: Scratch,
     num_processors: int,
 ) -> None:
     """x [T, columns] weightᵀ + bias into out [T, outputs], of x's type or float32.
 
-    weight [outputs, columns] of x's type; bias, and no_bias of zeros, float32 [outputs]. Rows are
-    contiguous, but may lie apart. num_processors are the device's multiprocessors.
+    weight [outputs, columns] of x's type; bias float32 [outputs]. Rows are contiguous, but may lie
+    apart. num_processors are the device's multiprocessors.
     """
     num_rows, num_columns = x.shape
     num_outputs = len(weight)
@@ -122,7 +122,7 @@ def invariant_matmul(
     _matmul_kernel[(min(num_items, num_processors * _PROGRAMS_PER_PROCESSOR),)](
         x,
         weight,
-        no_bias if parts.is_spread else bias,
+        bias,
         result,
         num_rows,
         num_outputs,
@@ -133,43 +133,45 @@ def invariant_matmul(
         x.stride(0),
         weight.stride(0),
         result.stride(-2),
-        **_constexprs(x.dtype),
+        **_constexprs(x.dtype, parts.is_spread),
         num_warps=tile.num_warps,
     )
     if parts.is_spread:
-        sum_parts(result, bias, out)
+        sum_parts(result, None, bias, out)
 
 
-def _constexprs(dtype: torch.dtype) -> dict[str, int]:
+def _constexprs(dtype: torch.dtype, is_spread: bool) -> dict[str, int]:
     return {
         "BLOCK_ROWS": INVARIANT_TILE.rows,
         "BLOCK_OUTPUTS": INVARIANT_TILE.outputs,
         "BLOCK_COLUMNS": _STEP_BYTES // dtype.itemsize,
         "GROUP": _ROW_TILES_PER_GROUP,
         "STAGES": INVARIANT_TILE.num_stages,
+        "IS_SPREAD": is_spread,
     }
 
 
 def variants(shapes: ModelShapes) -> Iterator[Variant]:
     """What a model of these shapes launches in the batch-invariant mode."""
-    for out in {shapes.dtype: None, torch.float32: None}:
-        yield _variant(shapes.dtype, out)
+    for is_spread in (False, True):
+        yield _variant(shapes.dtype, is_spread)
     yield sum_variant(shapes.dtype)
 
 
-def _variant(dtype: torch.dtype, out: torch.dtype) -> Variant:
+def _variant(dtype: torch.dtype, is_spread: bool) -> Variant:
+    elements = pointer_type(dtype)
     counts = ("num_rows", "num_parts", "steps_per_part", "parts_per_program")
     sizes = ("num_outputs", "num_columns", "x_stride", "weight_stride", "out_stride")
     return Variant(
         kernel=_matmul_kernel,
-        label=f"batch-invariant linear {pointer_type(dtype)} to {pointer_type(out)}",
+        label=f"batch-invariant linear{', in parts' * is_spread}, {elements}",
         signature={
-            **dict.fromkeys(("x", "weight"), pointer_type(dtype)),
+            **dict.fromkeys(("x", "weight"), elements),
             "bias": "*fp32",
-            "out": pointer_type(out),
+            "out": "*fp32" if is_spread else elements,
             **dict.fromkeys((*counts, *sizes), "i32"),
         },
-        constexprs=_constexprs(dtype),
+        constexprs=_constexprs(dtype, is_spread),
         num_warps=INVARIANT_TILE.num_warps,
         may_spill=True,
         divisible_by_16=sizes,

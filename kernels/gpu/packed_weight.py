@@ -68,7 +68,6 @@ class PackedMatrix:
     codes: Tensor  # int32 [steps, padded outputs, 32]
     scales: Tensor  # int32 [steps, words, padded outputs]; fp8: float32 [padded outputs]
     bias: Tensor  # float32 [padded outputs]
-    no_bias: Tensor  # as many zeros
 
     @property
     def num_steps(self) -> int:
@@ -123,11 +122,10 @@ def pack_matrix(
                 by_step = pad(row_scales, (0, missing)).unflatten(1, (steps, -1))
                 scales[:, :, rows] = by_step.permute(1, 2, 0)
         first += part.num_rows
-    no_bias = torch.zeros(padded, device=device)
-    if bias is None:
-        return PackedMatrix(code_format, outputs, num_columns, codes, scales, no_bias, no_bias)
-    padded_bias = pad(bias.to(device, torch.float32), (0, padded - outputs))
-    return PackedMatrix(code_format, outputs, num_columns, codes, scales, padded_bias, no_bias)
+    padded_bias = torch.zeros(padded, device=device)
+    if bias is not None:
+        padded_bias[:outputs] = bias
+    return PackedMatrix(code_format, outputs, num_columns, codes, scales, padded_bias)
 
 
 def _words(code_format: CodeFormat, codes: Tensor, steps: int) -> Tensor:

@@ -71,11 +71,11 @@ def _four_bit_step(
         scale, minimum = group_scale(scales, padded_outputs, group, FORMAT)
         if SCALES_FIRST:
             shift = minimum - 128.0 * scale
-            weights = numbers.to(tl.float32) * scale[:, None] + shift[:, None]
+            weights = tl.fma(numbers.to(tl.float32), scale[:, None], shift[:, None])
             total = tl.dot(weights.to(OPERAND), values, total, input_precision="ieee")
         else:
             product = tl.dot(numbers.to(OPERAND), values, input_precision="ieee")
-            total += product * scale[:, None]
+            total = tl.fma(product, scale[:, None], total)
     if not SCALES_FIRST:
         groups = tl.arange(0, 8)
         columns = _columns_of(step * 8 + groups, num_columns)
@@ -108,7 +108,7 @@ def _eight_bit_step(
                 total = tl.dot(weights, values, total, input_precision="ieee")
             else:
                 product = tl.dot(numbers.to(OPERAND), values, input_precision="ieee")
-                total += product * scale[:, None]
+                total = tl.fma(product, scale[:, None], total)
     return total
 
 
@@ -118,7 +118,7 @@ def _linear_kernel(
     steps_per_part, parts_per_program, x_stride, out_stride,
     FORMAT: tl.constexpr, NUM_GROUPS: tl.constexpr, SCALE_WORDS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, SCALES_FIRST: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, IS_SPREAD: tl.constexpr,
 ):  # fmt: skip
     OPERAND: tl.constexpr = tl.float32 if _INTERPRETED else x.dtype.element_ty
     num_row_tiles = tl.cdiv(num_rows, BLOCK_ROWS)
@@ -150,9 +150,12 @@ def _linear_kernel(
                     FORMAT, OPERAND, SCALES_FIRST,
                 )  # fmt: skip
         total += part_total
-    if FORMAT == "fp8":
-        total *= tl.load(scales + outputs)[:, None]
-    total += tl.load(bias + outputs)[:, None]
+    if not IS_SPREAD:
+        biases = tl.load(bias + outputs)[:, None]
+        if FORMAT == "fp8":
+            total = tl.fma(total, tl.load(scales + outputs)[:, None], biases)
+        else:
+            total += biases
     places = out + rows[None, :].to(tl.int64) * out_stride + outputs[:, None]
     mask = (rows < num_rows)[None, :] & (outputs < num_outputs)[:, None]
     tl.store(places, total.to(out.dtype.element_ty), mask=mask)
@@ -180,16 +183,15 @@ def quantised_linear(
         *(tile, num_rows, matrix.num_outputs, matrix.num_steps),
         *(num_processors, batch_invariant),
     )
-    result, bias = out, matrix.bias
+    result = out
     if parts.is_spread:
-        shape = (parts.number, *out.shape)
-        result, bias = scratch("linear parts", shape, torch.float32), matrix.no_bias
+        result = scratch("linear parts", (parts.number, *out.shape), torch.float32)
     num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(out.shape[1], tile.outputs)
     _linear_kernel[(num_tiles, parts.number if parts.is_spread else 1)](
         x,
         matrix.codes,
         matrix.scales,
-        bias,
+        matrix.bias,
         result,
         num_rows,
         matrix.num_outputs,
@@ -200,14 +202,15 @@ def quantised_linear(
         1 if parts.is_spread else parts.number,
         x.stride(0),
         result.stride(-2),
-        **_constexprs(matrix.format, tile),
+        **_constexprs(matrix.format, tile, parts.is_spread),
         num_warps=tile.num_warps,
     )
     if parts.is_spread:
-        sum_parts(result, matrix.bias, out)
+        row_scales = matrix.scales if matrix.format is CodeFormat.FP8 else None
+        sum_parts(result, row_scales, matrix.bias, out)
 
 
-def _constexprs(code_format: CodeFormat, tile: LinearTile) -> dict[str, Any]:
+def _constexprs(code_format: CodeFormat, tile: LinearTile, is_spread: bool) -> dict[str, Any]:
     return {
         "FORMAT": str(code_format),
         "NUM_GROUPS": code_format.groups_per_step,
@@ -216,6 +219,7 @@ def _constexprs(code_format: CodeFormat, tile: LinearTile) -> dict[str, Any]:
         "BLOCK_OUTPUTS": tile.outputs,
         "SCALES_FIRST": tile is LARGE_TILE,
         "STAGES": tile.num_stages,
+        "IS_SPREAD": is_spread,
     }
 
 
@@ -225,29 +229,31 @@ def variants(shapes: ModelShapes) -> Iterator[Variant]:
         return
     for code_format in CodeFormat:
         for tile in (SMALL_TILE, LARGE_TILE):
-            for out in (shapes.dtype, torch.float32):
-                yield _variant(code_format, tile, shapes.dtype, out)
+            for is_spread in (False, True):
+                yield _variant(code_format, tile, shapes.dtype, is_spread)
     yield sum_variant(shapes.dtype)
+    yield sum_variant(shapes.dtype, has_scales=True)
 
 
 def _variant(
-    code_format: CodeFormat, tile: LinearTile, dtype: torch.dtype, out: torch.dtype
+    code_format: CodeFormat, tile: LinearTile, dtype: torch.dtype, is_spread: bool
 ) -> Variant:
     counts = ("num_rows", "num_steps", "steps_per_part", "parts_per_program")
     sizes = ("num_outputs", "num_columns", "padded_outputs", "x_stride", "out_stride")
     is_fp8 = code_format is CodeFormat.FP8
+    elements = pointer_type(dtype)
     return Variant(
         kernel=_linear_kernel,
-        label=f"linear {code_format}, {tile.rows} rows, {pointer_type(dtype)}, {pointer_type(out)}",
+        label=f"linear {code_format}, {tile.rows} rows{', in parts' * is_spread}, {elements}",
         signature={
-            "x": pointer_type(dtype),
+            "x": elements,
             "codes": "*i32",
             "scales": "*fp32" if is_fp8 else "*i32",
             "bias": "*fp32",
-            "out": pointer_type(out),
+            "out": "*fp32" if is_spread else elements,
             **dict.fromkeys((*counts, *sizes), "i32"),
         },
-        constexprs=_constexprs(code_format, tile),
+        constexprs=_constexprs(code_format, tile, is_spread),
         num_warps=tile.num_warps,
         may_spill=True,
         divisible_by_16=sizes,

@@ -18,7 +18,7 @@ _BLOCK = 256
 
 @triton.jit(do_not_specialize=["num_parts", "num_rows"])
 def _sum_kernel(
-    parts, bias, out, num_parts, num_rows, num_outputs, out_stride, BLOCK: tl.constexpr
+    parts, scales, bias, out, num_parts, num_rows, num_outputs, out_stride, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     outputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -28,16 +28,24 @@ def _sum_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for part in range(0, num_parts):
         total += tl.load(places + part * part_size, mask=mask, other=0.0)
-    total += tl.load(bias + outputs, mask=mask, other=0.0)
+    biases = tl.load(bias + outputs, mask=mask, other=0.0)
+    if scales is None:
+        total += biases
+    else:
+        total = tl.fma(total, tl.load(scales + outputs, mask=mask, other=0.0), biases)
     tl.store(out + row * out_stride + outputs, total.to(out.dtype.element_ty), mask=mask)
 
 
-def sum_parts(parts: Tensor, bias: Tensor, out: Tensor) -> None:
-    """Σ parts, float32 [parts, rows, outputs], + bias, float32, into out [rows, outputs]."""
+def sum_parts(parts: Tensor, scales: Tensor | None, bias: Tensor, out: Tensor) -> None:
+    """Σ parts · scales + bias into out [rows, outputs].
+
+    parts float32 [parts, rows, outputs]; scales, or None for 1, and bias float32 [outputs].
+    """
     num_parts, num_rows, num_outputs = parts.shape
     assert parts.is_contiguous() and out.stride(1) == 1
     _sum_kernel[(num_rows, triton.cdiv(num_outputs, _BLOCK))](
         parts,
+        scales,
         bias,
         out,
         num_parts,
@@ -49,19 +57,18 @@ def sum_parts(parts: Tensor, bias: Tensor, out: Tensor) -> None:
     )
 
 
-def sum_variant(dtype: torch.dtype) -> Variant:
+def sum_variant(dtype: torch.dtype, has_scales: bool = False) -> Variant:
     """What `sum_parts` launches for results of a type."""
     integers = ("num_parts", "num_rows", "num_outputs", "out_stride")
     return Variant(
         kernel=_sum_kernel,
-        label=f"linear, sum of parts {pointer_type(dtype)}",
+        label=f"linear, sum of {'scaled ' * has_scales}parts {pointer_type(dtype)}",
         signature={
-            "parts": "*fp32",
-            "bias": "*fp32",
+            **dict.fromkeys(["parts", "bias", *["scales"] * has_scales], "*fp32"),
             "out": pointer_type(dtype),
             **dict.fromkeys(integers, "i32"),
         },
-        constexprs={"BLOCK": _BLOCK},
+        constexprs={**({} if has_scales else {"scales": None}), "BLOCK": _BLOCK},
         num_warps=2,
         divisible_by_16=("num_outputs", "out_stride"),
     )

@@ -61,7 +61,8 @@ def fp8_codes(weight: Tensor) -> Codes:
         rows = weight[start:stop].to(device, torch.float32)
         scales = rows.abs().amax(-1, keepdim=True) / _FP8_LARGEST
         steps = torch.where(scales == 0, 1, scales)
-        codes = (rows / steps).clamp(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn)
+        codes = (rows / steps).clamp(-_FP8_LARGEST, _FP8_LARGEST).nan_to_num()
+        codes = codes.to(torch.float8_e4m3fn)
         return codes.view(torch.uint8), steps.view(torch.int32)
 
     return Codes(*weight.shape, read)
