@@ -1,4 +1,4 @@
-"""The sampler on the GPU: the CPU backends' tokens, however rows are split, whatever is beside them.
+"""The GPU's sampler: the CPU backends' tokens, however rows are split, whatever lies beside them.
 
 Rows of every kind and with every filter come in one batch: each is a case of its own.
 """
