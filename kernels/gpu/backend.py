@@ -90,10 +90,11 @@ class GpuKernels(Kernels):
         return out
 
     def logits(self, x: Tensor, head: PackedLinear) -> Tensor:
-        logits = self.linear(x, head)
-        if logits.dtype == torch.float32:
-            return logits
-        return self.buffers.take("logits", *logits.shape, torch.float32).copy_(logits)
+        out = self.buffers.take("logits", len(x), head.out_features, torch.float32)
+        if head.gives_float32:
+            head(x, out, self.buffers.scratch)
+            return out
+        return out.copy_(self.linear(x, head))
 
     def embedding(self, ids: Tensor, table: PackedEmbedding) -> Tensor:
         out = self.buffers.take("embedding", len(ids), table.width, self.dtype)
@@ -221,9 +222,7 @@ class GpuKernels(Kernels):
         chosen_out = self.buffers.take("chosen_logprobs", rows, 1, torch.float32)[:, 0]
         top_ids = self.buffers.take("top_ids", rows, num_top, torch.int64)
         top_out = self.buffers.take("top_logprobs", rows, num_top, torch.float32)
-        logprobs.token_logprobs(
-            logits, chosen, chosen_out, top_ids, top_out, self.buffers.scratch
-        )
+        logprobs.token_logprobs(logits, chosen, chosen_out, top_ids, top_out, self.buffers.scratch)
         return chosen_out, top_ids, top_out
 
     def _heads(self, op: str, query: Tensor) -> Tensor:
