@@ -89,6 +89,41 @@ async def test_the_process_serves_the_model_and_drains_on_sigterm(model_path: Pa
         assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
+@pytest.mark.slow
+async def test_the_process_rehearses_a_gpu_and_answers_as_on_the_cpu(model_path: Path) -> None:
+    small = ("--max-num-seqs", "1", "--max-num-batched-tokens", "4", "--max-model-len", "32")
+    flags = ("--model", str(model_path), "--port", "0", "--kv-memory", "1MiB", *small)
+    answers = []
+    for kernels in ("triton", "torch"):
+        flags_of_kernels = ("--device", "cpu", "--cpu-kernels", kernels, "--dtype", "float32")
+        async with engine_process(*flags, *flags_of_kernels, TRITON_INTERPRET="1") as process:
+            answers.append(await token_ids_of(await ready_address(process), 5))
+    assert len(answers[0]) == 5
+    assert answers[0] == answers[1]
+
+
+async def token_ids_of(address: str, max_tokens: int) -> list[int]:
+    """The answer to a prompt of six tokens."""
+    sampling = proto_sampling(max_tokens, temperature=1.0, seed=3)
+    record = common_pb2.GenerationRecord(prompt_token_ids=range(1, 7), sampling=sampling)
+    return [
+        token_id for output in await outputs_of(address, record) for token_id in output.token_ids
+    ]
+
+
+async def outputs_of(address: str, record: common_pb2.GenerationRecord) -> list[engine_pb2.Output]:
+    """All outputs of one request."""
+    async with open_channel(address) as channel:
+        call = engine_pb2_grpc.EngineServiceStub(channel).Generate()
+        submit = engine_pb2.Submit(sequence_id=1, record=record)
+        await call.write(engine_pb2.GenerateRequest(submit=submit))
+        outputs: list[engine_pb2.Output] = []
+        while not outputs or not outputs[-1].HasField("finish"):
+            outputs += (await call.read()).outputs
+        await call.done_writing()
+    return outputs
+
+
 class ByteLevelTokenizer(ScriptedTokenizer):
     """Hands out the tiny models' tokenizer."""
 
@@ -103,14 +138,7 @@ async def finish_of(address: str, grammar: common_pb2.Grammar) -> tuple[str, com
     """The text and finish of a request with this grammar."""
     sampling = proto_sampling(20, temperature=1.5, eos_token_ids=[IM_END], grammar=grammar)
     record = common_pb2.GenerationRecord(prompt_token_ids=[1, 2, 3], sampling=sampling)
-    async with open_channel(address) as channel:
-        call = engine_pb2_grpc.EngineServiceStub(channel).Generate()
-        submit = engine_pb2.Submit(sequence_id=1, record=record)
-        await call.write(engine_pb2.GenerateRequest(submit=submit))
-        outputs: list[engine_pb2.Output] = []
-        while not outputs or not outputs[-1].HasField("finish"):
-            outputs += (await call.read()).outputs
-        await call.done_writing()
+    outputs = await outputs_of(address, record)
     token_ids = [token_id for output in outputs for token_id in output.token_ids]
     return text_of(token_ids), outputs[-1].finish
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine_svc.compute.device_executor import DeviceExecutor
-from engine_svc.compute.devices import HostDevice
+from engine_svc.compute.devices import CudaDevice, Device, HostDevice
 from engine_svc.compute.executor_config import ExecutorConfig
 from engine_svc.compute.ranks import ONE_RANK, Ranks
 from engine_svc.planning.limits import SchedulerConfig
@@ -76,12 +76,12 @@ class PaddedCpuKernels(CpuKernels):
 def load_device_executor(
     directory: Path,
     kernels: Kernels | None = None,
+    device: Device | None = None,
     *,
-    checks_graphs: bool = False,
     ranks: Ranks = ONE_RANK,
     **overrides: object,
 ) -> DeviceExecutor:
-    """A DeviceExecutor with 8 rows and 4 MiB of KV cache on the CPU."""
+    """A DeviceExecutor with 8 rows and 4 MiB of KV cache, by torch's CPU kernels unless told."""
     settings: dict[str, object] = {
         "max_num_seqs": 8,
         "max_num_batched_tokens": 512,
@@ -91,11 +91,18 @@ def load_device_executor(
     return DeviceExecutor.load(
         directory,
         config,
-        HostDevice(checks_graphs=checks_graphs),
+        device or HostDevice(checks_graphs=False),
         kernels or PaddedCpuKernels(),
         report=lambda line: None,
         ranks=ranks,
     )
+
+
+def gpu_or_rehearsal() -> Device:
+    """A GPU where there is one, else the CPU, where graphs are held to the rules of a capture."""
+    if torch.cuda.is_available():
+        return CudaDevice(torch.device("cuda", 0))
+    return HostDevice(checks_graphs=True)
 
 
 class StepLine:

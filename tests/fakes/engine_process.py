@@ -11,11 +11,13 @@ START_SECONDS = 60
 
 
 @asynccontextmanager
-async def engine_process(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def engine_process(
+    *arguments: str, **environment: str
+) -> AsyncIterator[asyncio.subprocess.Process]:
     """`python -m engine_svc` with these arguments; killed at the end if it still runs."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "engine_svc", *arguments),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         stderr=asyncio.subprocess.PIPE,
     )
     try:

@@ -1,11 +1,11 @@
-"""A GPU's executor, rehearsed: Triton's kernels interpreted, graphs under the rules of a capture.
+"""A GPU's executor: on one, or rehearsed, kernels interpreted, graphs under a capture's rules.
 
 Loading captures each size of the ladder, and a replay is held to the same rules: an op that waits
 for the device, makes memory or is sized by data fails the test that comes upon it.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,14 @@ import torch
 
 from engine_svc.compute.decode_graphs import DecodeGraphs
 from engine_svc.compute.device_executor import DeviceExecutor
+from engine_svc.compute.devices import Device, HostDevice
 from engine_svc.compute.executor import Executor
 from engine_svc.compute.graph_rehearsal import CaptureError, CaptureRules
 from engine_svc.planning.step import RowStart, RowStep, SampledToken, SamplingParameters, StepPlan
 from kernels import KernelConfig, Kernels, select_kernels
 from tests.fakes.decoding import ExecutorRows, load_tiny_executor
-from tests.fakes.device_decoding import load_device_executor
+from tests.fakes.device_decoding import gpu_or_rehearsal, load_device_executor
+from tests.fakes.quick_interpreter import hurry
 from tests.fakes.tiny_models import write_tiny_llama, write_tiny_qwen3
 
 BLOCKS_PER_ROW = 2
@@ -38,20 +40,28 @@ ASKING = SamplingParameters(
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11, 12], [9, 8, 7, 77, 50, 30], [40])
 
 
-def interpreted(**config: object) -> Kernels:
+def triton_kernels(device: Device, **config: object) -> Kernels:
     wanted = KernelConfig(implementation="triton", **config)  # type: ignore[arg-type]
-    return select_kernels(torch.device("cpu"), wanted)
+    return select_kernels(device.torch_device, wanted)
 
 
 def load(directory: Path, max_num_seqs: int, **config: object) -> DeviceExecutor:
+    device = gpu_or_rehearsal()
     return load_device_executor(
         directory,
-        interpreted(**config),
-        checks_graphs=True,
+        triton_kernels(device, **config),
+        device,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=15,
         max_model_len=48,
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_interpreter() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        hurry(monkeypatch)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -155,17 +165,19 @@ def test_other_types_keep_the_rules_too(tmp_path: Path, config: dict[str, object
     assert all(token.error is None for token in tokens)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a capture has errors of its own")
 def test_an_op_that_no_graph_can_hold_is_found_when_the_model_loads(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = interpreted(weights="float32")
+    device = HostDevice(checks_graphs=True)
+    kernels = triton_kernels(device, weights="float32")
     add_rms_norm = kernels.add_rms_norm
     monkeypatch.setattr(kernels, "add_rms_norm", lambda x, *others: add_rms_norm(x + 0, *others))
     with pytest.raises(CaptureError, match="makes memory"):
         load_device_executor(
             model_path,
             kernels,
-            checks_graphs=True,
+            device,
             max_num_seqs=1,
             max_num_batched_tokens=1,
             max_model_len=16,
