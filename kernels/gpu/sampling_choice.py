@@ -173,11 +173,8 @@ def choose_kernel(
 ):
     """The token of a row; programs [n]."""
     row = tl.program_id(0).to(tl.int64)
-    temperature, top_k, top_p = (
-        tl.load(temperatures + row),
-        tl.load(top_ks + row),
-        tl.load(top_ps + row),
-    )
+    temperature = tl.load(temperatures + row)
+    top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
     kind = kind_of(temperature, tl.load(min_ps + row), top_k, top_p)
     segments = tl.arange(0, SEGMENTS)
     parts = row * num_segments + segments
@@ -195,27 +192,30 @@ def choose_kernel(
         best = tl.max(all_scores, 0)
         tl.store(out + row, smallest_at(all_scores, best, ids).to(tl.int64))
     else:
-        level_counts, level_masses = of_all_segments(counts, masses, parts, is_part)
-        level = choose_level(level_counts, level_masses, top_k, top_p)
-        levels = tl.arange(0, LEVELS)
-        count = picked(level_counts, levels == level)
-        is_listed = count <= CAPACITY
-        tokens = (
-            logits + row * row_stride,
-            tl.where(is_listed, 0, vocab_size),
-            listed + row * CAPACITY,
-            listed_ids + row * CAPACITY,
-            tl.where(is_listed, count.to(tl.int32), 0),
-        )
+        all_counts, all_masses = of_all_segments(counts, masses, parts, is_part)
+        level = choose_level(all_counts, all_masses, top_k, top_p)
+        measured = _measured_at(level, all_counts, all_masses)
+        is_listed = measured[0] <= CAPACITY
+        list_size = tl.where(is_listed, measured[0].to(tl.int32), 0)
+        row_size = tl.where(is_listed, 0, vocab_size)
+        first = row * CAPACITY
+        own_row = logits + row * row_stride
+        tokens = (own_row, row_size, listed + first, listed_ids + first, list_size)
         least = tl.load(thresholds + row * LEVELS + level)
-        measured = (
-            count,
-            picked(level_masses, levels == level),
-            picked(level_counts, levels == ALL_LEVEL),
-            picked(level_masses, levels == ALL_LEVEL),
-        )
-        scale = (largest, temperature)
-        least, last_id = _cut(tokens, scale, least, measured, top_k, top_p, TILE)
+        least, last_id = _cut(tokens, (largest, temperature), least, measured, top_k, top_p, TILE)
         seed, position = tl.load(seeds + row), tl.load(positions + row)
         winner = _draw(tokens, temperature, least, last_id, seed, position, TILE)
         tl.store(out + row, winner.to(tl.int64))
+
+
+@triton.jit
+def _measured_at(level, counts, masses):
+    """Count and mass of the tokens that reach a level, then of all."""
+    levels = tl.arange(0, LEVELS)
+    is_it, is_all = levels == level, levels == ALL_LEVEL
+    return (
+        picked(counts, is_it),
+        picked(masses, is_it),
+        picked(counts, is_all),
+        picked(masses, is_all),
+    )
