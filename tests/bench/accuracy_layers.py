@@ -81,7 +81,7 @@ class _EagerModel:
         start = RowStart(0, token_ids, len(token_ids), sampling, self._blocks)
         # Who asks about the prompt keeps every token to the end of the last layer.
         step = RowStep(0, 0, len(token_ids), [], samples=False, prompt_logprobs=True)
-        runner.forward(self._batch.apply(StepPlan([start], [step])).counts)
+        runner.forward(self._batch.apply(StepPlan([start], [step])).counts, wants_all=False)
         return observed.states
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.bench.accuracy import FORMATS, in_format
+from tests.bench.accuracy_layers import layer_errors
 from tests.bench.accuracy_score import Accuracy, engine_settings, measure, text_windows
 
 WINDOW = 512
@@ -34,6 +35,18 @@ def test_its_weights_in_other_formats(
     with in_format(default_model_path, name) as model:
         result = measure(engine_settings(model, WINDOW), windows[:1])
     assert result.holds, result.ratio
+
+
+@pytest.mark.slow
+def test_no_layer_stands_out(default_model_path: Path, windows: list[list[int]]) -> None:
+    int8, int16 = (
+        layer_errors(engine_settings(default_model_path, 64, flags), windows[0][:64])
+        for flags in ([], ["--activations", "int16"])
+    )
+    assert len(int8) == len(int16) == 30
+    for coarse, fine in zip(int8, int16, strict=True):
+        assert fine.own < coarse.own < 0.05
+        assert fine.accumulated < coarse.accumulated < 0.05
 
 
 @pytest.mark.parametrize(("shift", "holds"), [(0.0, True), (0.009, True), (0.011, False)])
