@@ -20,6 +20,7 @@ from kernels.gpu.sampling_draw import (
 from kernels.gpu.sampling_threshold import (
     ALL_LEVEL,
     LEVELS,
+    UNROLLED,
     choose_level,
     counts_and_masses,
     float_of,
@@ -33,13 +34,12 @@ from kernels.gpu.sampling_threshold import (
 
 
 @triton.jit
-def _tile_of_list(tokens, start, TILE: tl.constexpr):
-    """Logits and token ids of a part of the list; -inf beyond its end.
+def _load_list(tokens, places):
+    """Logits and token ids of places in the list; -inf beyond its end.
 
     `tokens` are a row and its size, and a list, its ids and its size: one of the sizes is 0.
     """
     row, row_size, listed, listed_ids, list_size = tokens
-    places = start + tl.arange(0, TILE)
     in_row, in_list = places < row_size, places < list_size
     from_row = tl.load(row + places, mask=in_row, other=float("-inf"))
     from_list = tl.load(listed + places, mask=in_list, other=float("-inf"))
@@ -60,10 +60,10 @@ def _search(tokens, scale, low, high, wanted, BY_MASS: tl.constexpr, TILE: tl.co
     lanes = tl.arange(0, LEVELS)
     while (high_key - low_key > 1) & (low_count - high_count > 1):
         keys = steps_between(low_key, high_key)
-        thresholds = float_of(keys.to(tl.int32))
+        thresholds = float_of(keys.to(tl.int32))[:, None]
         weights = tl.zeros([LEVELS, TILE], tl.int64)
-        for start in range(0, tokens[1] + tokens[4], TILE):
-            logits, _ = _tile_of_list(tokens, start, TILE)
+        for start in tl.range(0, tokens[1] + tokens[4], TILE, loop_unroll_factor=UNROLLED):
+            logits, _ = _load_list(tokens, start + tl.arange(0, TILE)[None, :])
             weights += weigh(logits, thresholds, largest, temperature)
         counts, masses = counts_and_masses(weights)
         is_enough = (masses if BY_MASS else counts) >= wanted
@@ -86,12 +86,18 @@ def _id_of_tie(tokens, logit, wanted, TILE: tl.constexpr):
     found = tl.full((), 0, tl.int32)
     passed = tl.full((), 0, tl.int32)
     for start in range(0, tokens[1] + tokens[4], TILE):
-        logits, ids = _tile_of_list(tokens, start, TILE)
+        logits, ids = _load_list(tokens, start + tl.arange(0, TILE))
         is_tie = logits == logit
         places = passed + tl.cumsum(is_tie.to(tl.int32), 0)
         found = tl.maximum(found, tl.max(tl.where(is_tie & (places == wanted), ids, 0), 0))
         passed += tl.sum(is_tie.to(tl.int32), 0)
     return found
+
+
+@triton.jit
+def _mass_of_each(low, high):
+    """Of the tokens between two bounds, which are equal."""
+    return tl.maximum((low[2] - high[2]) // tl.maximum(low[1] - high[1], 1), 1)
 
 
 @triton.jit
@@ -112,7 +118,7 @@ def _cut(tokens, scale, least, measured, top_k, top_p, TILE: tl.constexpr):
         if top_k < count:
             low, high = _search(tokens, scale, low, high, top_k, False, TILE)
             ties = top_k - high[1]
-            share = high[2] + ties * ((low[2] - high[2]) // (low[1] - high[1]))
+            share = high[2] + ties * _mass_of_each(low, high)
     if top_p < 1.0:
         wanted = rounded_up(top_p.to(tl.float64) * share.to(tl.float64))
         if wanted <= high[2]:
@@ -121,7 +127,7 @@ def _cut(tokens, scale, least, measured, top_k, top_p, TILE: tl.constexpr):
             high = top
         wanted = tl.minimum(wanted, low[2])
         low, high = _search(tokens, scale, low, high, wanted, True, TILE)
-        each = tl.maximum((low[2] - high[2]) // (low[1] - high[1]), 1)
+        each = _mass_of_each(low, high)
         ties = tl.minimum(ties, (wanted - high[2] + each - 1) // each)
     logit = float_of(low[0].to(tl.int32))
     last_id = tl.full((), NO_TOKEN, tl.int32)
@@ -135,7 +141,7 @@ def _draw(tokens, temperature, least, last_id, seed, position, TILE: tl.constexp
     """Gumbel-max over the tokens with larger logits than `least`, or that and ids to last_id."""
     score, winner, bar = no_winner()
     for start in range(0, tokens[1] + tokens[4], TILE):
-        logits, ids = _tile_of_list(tokens, start, TILE)
+        logits, ids = _load_list(tokens, start + tl.arange(0, TILE))
         is_kept = (logits > least) | ((logits == least) & (ids <= last_id))
         if tl.max(is_kept.to(tl.int32), 0) > 0:
             bits = bits_of(ids, seed, position)

@@ -19,6 +19,7 @@ from kernels.gpu.sampling_draw import (
 )
 from kernels.gpu.sampling_threshold import (
     LEVELS,
+    UNROLLED,
     choose_level,
     counts_and_masses,
     levels_of,
@@ -114,12 +115,13 @@ def measure_kernel(
             tl.store(thresholds + row * LEVELS + levels, reached)
         weights = tl.zeros([LEVELS, TILE], tl.int64)
         first = segment * SEGMENT
-        for start in range(first, tl.minimum(first + SEGMENT, vocab_size), TILE):
-            places = start + tl.arange(0, TILE)
+        end = tl.minimum(first + SEGMENT, vocab_size)
+        for start in tl.range(first, end, TILE, loop_unroll_factor=UNROLLED):
+            places = start + tl.arange(0, TILE)[None, :]
             values = tl.load(
                 logits + row * row_stride + places, mask=places < vocab_size, other=float("-inf")
             )
-            weights += weigh(values, reached, largest, temperature)
+            weights += weigh(values, reached[:, None], largest, temperature)
         count, mass = counts_and_masses(weights)
         places = (row * num_segments + segment) * LEVELS + levels
         tl.store(counts + places, count.to(tl.int32))

@@ -12,6 +12,8 @@ from kernels.gpu.sampling_draw import LARGEST_FLOAT
 
 # Thresholds that are measured in one reading.
 LEVELS = tl.constexpr(8)
+# Tiles that are on their way from memory together while they are measured.
+UNROLLED = tl.constexpr(4)
 # The level that all possible tokens reach, and the one that all reach which may be drawn: noise
 # spans 26.1, so that a token more than 27 temperatures below the likeliest never wins. Together
 # those weigh less than a vocabulary's 2^18 times e^-27, which is less than float32 can tell.
@@ -89,14 +91,14 @@ def choose_level(counts, masses, top_k, top_p):
 
 @triton.jit
 def weigh(logits, thresholds, largest, temperature):
-    """One packed weight of each logit [n] that reaches each threshold [LEVELS], else 0.
+    """One packed weight of each logit [1, n] that reaches each threshold [LEVELS, 1], else 0.
 
     A weight is 1 for the count and, below it, the mass exp((logit - largest) / temperature);
     int64 [LEVELS, n]. A lane's weights may be summed as they are, over MOST_TILES tiles at most.
     """
     mass = tl.exp((logits - largest) * (1.0 / temperature))
     weight = _ONE_TOKEN + (mass.to(tl.float64) * _MASS_UNITS).to(tl.int64)
-    return tl.where(logits[None, :] >= thresholds[:, None], weight[None, :], 0)
+    return tl.where(logits >= thresholds, weight, 0)
 
 
 @triton.jit
