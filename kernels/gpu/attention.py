@@ -26,15 +26,13 @@ from kernels.gpu.attention_loop import (
     table_row_of,
     tiles_in_sight,
 )
-from kernels.gpu.attention_plan import (
+from kernels.gpu.attention_plan import FIXED_SPLIT_KEYS, GpuAttentionPlan, max_fixed_programs
+from kernels.gpu.attention_tiles import (
     ATTENTION_DEVICES,
-    FIXED_SPLIT_KEYS,
     AttentionDevice,
     AttentionForm,
     AttentionTiles,
-    GpuAttentionPlan,
     invariant_tiles,
-    max_fixed_programs,
     query_tiles,
 )
 from kernels.gpu.kv_cache import GpuKvLayer
@@ -93,7 +91,7 @@ def _attention_kernel(
         _, total, summed = attend(
             queries, position, first_position, last_position, keys, values, key_scales,
             value_scales, table, seq_len, scale, first_tile, last_tile, NUM_KV_HEADS, HEAD_DIM,
-            BLOCK_SIZE, TILE, WINDOW, SOFT_CAP, VALUE_TYPE,
+            BLOCK_SIZE, TILE, WINDOW, SOFT_CAP, VALUE_TYPE, False,
         )  # fmt: skip
     out_places = out + token_place * out_stride + places
     tl.store(out_places, attended(total, summed).to(out.dtype.element_ty), mask=mask)
@@ -179,4 +177,4 @@ def variants(shapes: ModelShapes) -> Iterator[Variant]:
                 ("num_sequences", "has_rows", "skips_single"),
                 _constexprs(form, tiles, batch_invariant),
             )
-            yield from split_attention.variants(form, device, name, batch_invariant)
+            yield from split_attention.split_variants(form, device, name, batch_invariant)

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.attention_plan import AttentionForm, AttentionTiles, GpuAttentionPlan
+from kernels.gpu.attention_plan import GpuAttentionPlan
+from kernels.gpu.attention_tiles import AttentionForm, AttentionTiles
 from kernels.gpu.kv_cache import GpuKvLayer, KvFormat
 from kernels.gpu.pointer_types import pointer_type
 from kernels.gpu.variant import Variant
@@ -111,14 +112,9 @@ def form_variant(
         signature |= {"key_scales": "*fp32", "value_scales": "*fp32"}
     else:
         constexprs = constexprs | {"key_scales": None, "value_scales": None}
-    names = [f"{form.num_heads}/{form.num_kv_heads} heads of {form.head_dim}", str(form.dtype)[6:]]
-    if form.kv_format != names[1]:
-        names.append(f"KV {form.kv_format}")
-    if form.sliding_window:
-        names.append(f"window {form.sliding_window}")
     return Variant(
         kernel,
-        ", ".join([label, *names]),
+        f"{label}, {form}",
         signature,
         constexprs,
         tiles.num_warps,

@@ -18,7 +18,8 @@ from triton import knobs
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # tanh is 1 in float32 long before.
 _LARGEST_EXPONENT: tl.constexpr = tl.constexpr(64.0)
-# Triton's interpreter multiplies matrices of bfloat16 as if they were integers.
+# Triton's interpreter multiplies matrices of bfloat16 as if they were integers, and cuts off what
+# should be rounded to it: there all products are of float32.
 _INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
 
 
@@ -88,34 +89,37 @@ def attend(
     query, query_position, first_position, last_position, keys, values, key_scales, value_scales,
     table, seq_len, scale, first_tile, last_tile, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr, VALUE_TYPE: tl.constexpr,
+    SOFT_CAP: tl.constexpr, VALUE_TYPE: tl.constexpr, MASKS_ALL: tl.constexpr,
 ):  # fmt: skip
     """The state (best [M], total [M], sum [M, D]) of query rows after tiles [first, last).
 
     query [M, D], their positions [M] from first_ to last_position. keys, values and their scales
     point at the KV head in slot 0, `table` at the sequence's blocks. Only the tiles that some row
-    does not see wholly are masked: those at the window's edge, and those at the diagonal.
+    does not see wholly are masked, those at the window's edge and those at the diagonal; or with
+    MASKS_ALL every tile, which takes less code.
     """
     best = tl.full([query.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([query.shape[0]], tl.float32)
     summed = tl.zeros([query.shape[0], query.shape[1]], tl.float32)
     block = load_blocks(table, first_tile, seq_len, BLOCK_SIZE, TILE)
-    begin = first_tile
-    end = tl.minimum(tl.maximum((first_position + 1) // TILE, first_tile), last_tile)
-    if WINDOW > 0:
-        begin = tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), TILE)
-        begin = tl.minimum(tl.maximum(begin, first_tile), last_tile)
-        end = tl.maximum(begin, end)
+    end = first_tile
+    if not MASKS_ALL:
+        begin = first_tile
+        end = tl.minimum(tl.maximum((first_position + 1) // TILE, first_tile), last_tile)
+        if WINDOW > 0:
+            begin = tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), TILE)
+            begin = tl.minimum(tl.maximum(begin, first_tile), last_tile)
+            end = tl.maximum(begin, end)
+            best, total, summed, block = _attend_tiles(
+                best, total, summed, block, query, query_position, keys, values, key_scales,
+                value_scales, table, seq_len, scale, first_tile, begin, NUM_KV_HEADS, HEAD_DIM,
+                BLOCK_SIZE, TILE, WINDOW, SOFT_CAP, VALUE_TYPE, True,
+            )  # fmt: skip
         best, total, summed, block = _attend_tiles(
             best, total, summed, block, query, query_position, keys, values, key_scales,
-            value_scales, table, seq_len, scale, first_tile, begin, NUM_KV_HEADS, HEAD_DIM,
-            BLOCK_SIZE, TILE, WINDOW, SOFT_CAP, VALUE_TYPE, True,
+            value_scales, table, seq_len, scale, begin, end, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+            TILE, WINDOW, SOFT_CAP, VALUE_TYPE, False,
         )  # fmt: skip
-    best, total, summed, block = _attend_tiles(
-        best, total, summed, block, query, query_position, keys, values, key_scales, value_scales,
-        table, seq_len, scale, begin, end, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE,
-        WINDOW, SOFT_CAP, VALUE_TYPE, False,
-    )  # fmt: skip
     best, total, summed, _ = _attend_tiles(
         best, total, summed, block, query, query_position, keys, values, key_scales, value_scales,
         table, seq_len, scale, end, last_tile, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE,
@@ -182,12 +186,12 @@ def _attend_tiles(
         total = tl.fma(total, decay, tl.sum(weight, 1))
         if value_scales is not None:
             weight *= tl.load(value_scales + head, mask=is_held, other=0.0)[None, :]
-        weight = weight.to(VALUE_TYPE)
         summed = summed * decay[:, None]
         if _INTERPRETED:
-            summed = tl.dot(weight.to(tl.float32), value.to(tl.float32), summed)
+            summed = tl.dot(weight, value.to(tl.float32), summed)
         else:
-            summed = tl.dot(weight, value.to(VALUE_TYPE), summed, input_precision="ieee")
+            value = value.to(VALUE_TYPE)
+            summed = tl.dot(weight.to(VALUE_TYPE), value, summed, input_precision="ieee")
     return best, total, summed, block
 
 
@@ -207,7 +211,7 @@ def attend_in_splits(
             query, query_position, first_position, last_position, keys, values, key_scales,
             value_scales, table, seq_len, scale, tl.maximum(split * SPLIT_TILES, first_tile),
             tl.minimum((split + 1) * SPLIT_TILES, last_tile), NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
-            TILE, WINDOW, SOFT_CAP, VALUE_TYPE,
+            TILE, WINDOW, SOFT_CAP, VALUE_TYPE, WINDOW > 0,
         )  # fmt: skip
         best, total, summed = merge_states(
             best, total, summed, other_best, other_total, other_summed

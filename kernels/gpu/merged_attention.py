@@ -14,12 +14,8 @@ from torch import Tensor
 
 from kernels.gpu.attention_call import AttentionCall
 from kernels.gpu.attention_loop import attended, merge_states, splits_in_sight, table_row_of
-from kernels.gpu.attention_plan import (
-    FIXED_SPLIT_KEYS,
-    MIN_SPLIT_KEYS,
-    AttentionForm,
-    AttentionTiles,
-)
+from kernels.gpu.attention_plan import FIXED_SPLIT_KEYS, MIN_SPLIT_KEYS
+from kernels.gpu.attention_tiles import AttentionForm, AttentionTiles
 from kernels.gpu.pointer_types import pointer_type
 from kernels.gpu.variant import Variant
 
@@ -155,7 +151,7 @@ def _choose(
     return _Choice(_merge_kernel, triton.cdiv(form.head_dim, width), 4, constexprs)
 
 
-def variants(
+def merge_variants(
     form: AttentionForm, tiles: AttentionTiles, device_name: str, batch_invariant: bool
 ) -> Iterator[Variant]:
     """For any number of splits."""
@@ -168,7 +164,7 @@ def variants(
         signature |= dict.fromkeys(("num_splits", "has_rows", "out_stride"), "i32")
         yield Variant(
             choice.kernel,
-            f"{label}, heads of {form.head_dim}, {pointer_type(form.dtype)[1:]}",
+            f"{label}, {form}",
             signature,
             choice.constexprs,
             choice.num_warps,

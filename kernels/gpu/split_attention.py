@@ -22,16 +22,18 @@ from kernels.gpu.attention_loop import attend, attended, splits_in_sight, table_
 from kernels.gpu.attention_plan import (
     FIXED_SPLIT_KEYS,
     MIN_SPLIT_KEYS,
-    AttentionDevice,
-    AttentionForm,
-    AttentionTiles,
     choose_num_splits,
-    decode_tiles,
     fixed_programs,
-    invariant_tiles,
     max_fixed_programs,
     max_partials,
     num_fixed_splits,
+)
+from kernels.gpu.attention_tiles import (
+    AttentionDevice,
+    AttentionForm,
+    AttentionTiles,
+    decode_tiles,
+    invariant_tiles,
 )
 from kernels.gpu.variant import Variant
 
@@ -80,7 +82,7 @@ def _split_kernel(
             queries, position, seq_len - 1, seq_len - 1, keys, values, key_scales, value_scales,
             table, seq_len, scale, tl.maximum(begin, first_tile),
             tl.minimum(begin + per_split, last_tile), NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE,
-            WINDOW, SOFT_CAP, VALUE_TYPE,
+            WINDOW, SOFT_CAP, VALUE_TYPE, SPLIT_TILES > 0 and WINDOW > 0,
         )  # fmt: skip
         if num_splits == 1:
             result = attended(total, summed).to(out.dtype.element_ty)
@@ -149,7 +151,7 @@ def _constexprs(
     }
 
 
-def variants(
+def split_variants(
     form: AttentionForm, device: AttentionDevice, device_name: str, batch_invariant: bool
 ) -> Iterator[Variant]:
     """All that sequences of one query are computed by."""
@@ -162,4 +164,4 @@ def variants(
     )
     partials = {"partial_sums": "*fp32", "partial_states": "*fp32"}
     yield replace(split, signature={**split.signature, **partials})
-    yield from merged_attention.variants(form, tiles, device_name, batch_invariant)
+    yield from merged_attention.merge_variants(form, tiles, device_name, batch_invariant)
