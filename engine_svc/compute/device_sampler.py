@@ -14,6 +14,7 @@ from torch import Tensor
 from engine_svc.compute.device_batch import DeviceStep, StepTensors
 from engine_svc.compute.device_tables import DeviceTables
 from engine_svc.compute.devices import Device
+from engine_svc.compute.parallel_device_sampling import DeviceParallelSampling, filtered_rows
 from engine_svc.compute.sampler import list_logprobs
 from engine_svc.compute.sampling_rows import (
     Penalties,
@@ -92,19 +93,30 @@ class DeviceSampler:
         # As they are appended: a row without a token gets token 0, which later steps can read.
         self._appended = torch.zeros(max_rows, dtype=torch.int32, device=device.torch_device)
 
-    def draw(self, logits: Tensor, tensors: StepTensors, num_rows: int) -> None:
-        """Samples and appends the first rows of a step; logits float32 [num_rows, vocab_size]."""
+    def takes_options(self, inputs: SamplingInputs) -> bool:
+        """Whether a step takes more than `draw`; `inputs` of the host."""
+        return has_options(inputs) or self._filtered(inputs) is not None
+
+    def draw(
+        self, logits: Tensor, tensors: StepTensors, num_rows: int, filtered: Tensor | None = None
+    ) -> None:
+        """Samples and appends the first rows of a step; logits float32 [num_rows, vocab_size].
+
+        `filtered` are the rows that are drawn apart, where kernels do that.
+        """
         inputs = tensors.sampling
-        self._kernels.sample(
-            logits,
-            temperature=inputs.temperature[:num_rows],
-            min_p=inputs.min_p[:num_rows],
-            top_k=inputs.top_k[:num_rows],
-            top_p=inputs.top_p[:num_rows],
-            seeds=inputs.seeds[:num_rows],
-            positions=inputs.positions[:num_rows],
-            out=self._sampled[:num_rows],
-        )
+        parameters = {
+            "temperature": inputs.temperature[:num_rows],
+            "min_p": inputs.min_p[:num_rows],
+            "top_k": inputs.top_k[:num_rows],
+            "top_p": inputs.top_p[:num_rows],
+            "seeds": inputs.seeds[:num_rows],
+            "positions": inputs.positions[:num_rows],
+            "out": self._sampled[:num_rows],
+        }
+        self._kernels.sample(logits, **parameters)
+        if filtered is not None:
+            self._kernels.draw_filtered(logits, filtered, **parameters)
         appended = self._appended[:num_rows]
         appended.copy_(self._sampled[:num_rows]).clamp_(min=0)
         self._tables.put_tokens(tensors.sampled_places[:num_rows], appended)
@@ -125,7 +137,10 @@ class DeviceSampler:
         self._edit(logits, options)
         edited = _edited_rows(step.sampling, grammar_mask)
         largest = self._device.download(self._kernels.largest(logits)) if edited else None
-        self.draw(logits, step.tensors, num_rows)
+        filtered = self._filtered(step.sampling)
+        if filtered is not None:
+            (filtered,) = self._device.upload([filtered])
+        self.draw(logits, step.tensors, num_rows, filtered)
         pending = replace(self.drawn(num_rows), largest=largest, edited=edited)
         wanted = step.sampling.logprobs
         if wanted is None or raw is None:
@@ -141,6 +156,13 @@ class DeviceSampler:
         """As Sampler.score: of given tokens, int64 [n], under raw logits [n, vocab_size]."""
         results = self._kernels.token_logprobs(logits, token_ids, max(num_top))
         return PendingLogprobs(num_top, *map(self._device.download, results))
+
+    def _filtered(self, inputs: SamplingInputs) -> np.ndarray | None:
+        """The rows that are drawn apart, if any."""
+        if not isinstance(self._kernels, DeviceParallelSampling):
+            return None
+        rows = filtered_rows(inputs)
+        return rows if len(rows) else None
 
     def _upload(self, step: DeviceStep, grammar_mask: TokenMask | None) -> SamplingInputs:
         """The options of a step on the device, by one copy."""

@@ -10,6 +10,7 @@ from engine_svc.compute.model.decoder import Decoder
 from engine_svc.compute.model.rotary import cos_sin_table
 from engine_svc.compute.model.sharded_source import VocabShard
 from engine_svc.compute.model.weights import WeightSource, load_weights
+from engine_svc.compute.parallel_device_sampling import DeviceParallelSampling
 from engine_svc.compute.parallel_sampling import ParallelSampling
 from engine_svc.compute.ranks import ONE_RANK, Ranks
 from kernels import KernelConfig, Kernels, select_kernels
@@ -68,4 +69,7 @@ def sampling_kernels(
     kernels: Kernels, ranks: Ranks, vocab: VocabShard
 ) -> Kernels | ParallelSampling:
     """What has the sampling ops, for logits of the decoder's."""
-    return kernels if ranks.size == 1 else ParallelSampling(kernels, ranks, vocab)
+    if ranks.size == 1:
+        return kernels
+    kind = ParallelSampling if kernels.device.type == "cpu" else DeviceParallelSampling
+    return kind(kernels, ranks, vocab)

@@ -22,7 +22,7 @@ def ordered_bits(values: Tensor) -> Tensor:
 
 def ranking_keys(values: Tensor, token_ids: Tensor) -> Tensor:
     """int64 keys that order as (value, -token id) does; token ids below 2^32."""
-    return ((ordered_bits(values) - _SIGN) << _LOW_BITS) | (_LOW_MASK - token_ids)
+    return ((ordered_bits(values) - _SIGN) << _LOW_BITS) | (_LOW_MASK - token_ids.long())
 
 
 def ids_of(keys: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 The sampling ops of `Kernels`, on a rank's logits [n, V / ranks] and everybody's token ids. What
 ranks tell each other is as long as a batch has rows, but for the search of the filters' bounds.
-All ranks get the same results, and those do not depend on how many ranks there are.
+All ranks get the same results, and those do not depend on how many ranks there are. `sample` is for
+tensors on the CPU: see parallel_device_sampling.py.
 """
 
 from typing import Final
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine_svc.compute.model.sharded_source import VocabShard
-from engine_svc.compute.parallel_filters import Filters, is_needed, kept_tokens
+from engine_svc.compute.parallel_filters import Filters, kept_tokens
 from engine_svc.compute.parallel_keys import Masses, ids_of, ranking_keys, values_of
 from engine_svc.compute.ranks import Ranks
 from kernels import Kernels
@@ -89,15 +90,14 @@ class ParallelSampling:
         largest, chosen = values_of(likeliest), ids_of(likeliest)
         is_usable = torch.isfinite(largest)
         is_random = (temperature >= _GREEDY_TEMPERATURE) & (top_p > 0) & is_usable
-        if is_needed(is_random):
-            # On the CPU only those rows; elsewhere all, since nobody may ask the device how many.
-            rows = torch.nonzero(is_random)[:, 0] if logits.device.type == "cpu" else ...
+        if bool(is_random.any()):
+            rows = torch.nonzero(is_random)[:, 0]
             scaled = logits[rows] / temperature[rows, None]
             filters = Filters(min_p[rows], top_k[rows], top_p[rows])
             drawn = self._draw(
                 scaled, largest[rows] / temperature[rows], filters, seeds[rows], positions[rows]
             )
-            chosen[rows] = torch.where(is_random[rows], drawn, chosen[rows])
+            chosen[rows] = drawn
         chosen.masked_fill_(~is_usable, _UNUSABLE)
         return chosen if out is None else out.copy_(chosen)
 

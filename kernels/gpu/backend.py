@@ -215,6 +215,34 @@ class GpuKernels(Kernels):
         )
         return out
 
+    def draw_from_part(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        min_p: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        first_token_id: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a rank that has the tokens from first_token_id on can tell of `sample`, [n] each.
+
+        The largest logit, infinite where one is NaN, and its first token; for rows that draw from
+        all tokens the best score, float64, and its token.
+        """
+        parts = sampling.scan(
+            *(logits, temperature, min_p, top_k, top_p, seeds, positions),
+            self.buffers.scratch,
+            first_token_id=first_token_id,
+        )
+        # Of equal segments the first.
+        largest, segments = parts["maxima"].max(dim=1, keepdim=True)
+        likeliest = parts["likeliest"].gather(1, segments)
+        scores, segments = parts["scores"].max(dim=1, keepdim=True)
+        winners = parts["winners"].gather(1, segments)
+        return largest[:, 0], likeliest[:, 0], scores[:, 0], winners[:, 0]
+
     def token_logprobs(
         self, logits: Tensor, chosen: Tensor, num_top: int
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: they exchange tensors as references, and start at once."""
+"""Ranks that are threads of one process, and start at once; one runs while the others wait."""
 
 import threading
 from collections.abc import Callable
@@ -18,6 +18,8 @@ class _Meeting:
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=PATIENCE_SECONDS)
         self.values: list[Any] = [None] * size
+        # Triton's interpreter serves one thread at a time.
+        self.turn = threading.Lock()
 
 
 class ThreadRank:
@@ -48,9 +50,13 @@ class ThreadRank:
         """What each has; copies, since its owner may go on to change it."""
         meeting = self._meeting
         meeting.values[self.rank] = value.clone() if isinstance(value, Tensor) else value
-        meeting.barrier.wait()
-        values = list(meeting.values)
-        meeting.barrier.wait()
+        meeting.turn.release()
+        try:
+            meeting.barrier.wait()
+            values = list(meeting.values)
+            meeting.barrier.wait()
+        finally:
+            meeting.turn.acquire()
         return values
 
 
@@ -60,7 +66,8 @@ def run_ranks(size: int, work: Callable[[Ranks], ResultT]) -> list[ResultT]:
 
     def run(rank: int) -> ResultT:
         try:
-            return work(ThreadRank(rank, size, meeting))
+            with meeting.turn:
+                return work(ThreadRank(rank, size, meeting))
         except BaseException:
             meeting.barrier.abort()
             raise

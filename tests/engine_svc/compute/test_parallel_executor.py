@@ -12,9 +12,10 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from engine_svc.compute import parallel_processes
+from engine_svc.compute import device_executor, parallel_processes
 from engine_svc.compute.any_executor import config_of_ranks, load_executor
 from engine_svc.compute.executor_config import ExecutorConfig
+from engine_svc.compute.parallel_device_sampling import DeviceParallelSampling
 from engine_svc.compute.parallel_executor import ParallelExecutor
 from engine_svc.compute.parallel_messages import SentPlan
 from engine_svc.compute.ranks import ONE_RANK, Ranks
@@ -26,6 +27,7 @@ from engine_svc.planning.step import (
     SamplingParameters,
     StepPlan,
 )
+from kernels import KernelConfig, select_kernels
 from protos.wire.errors import StartupError
 from tests.fakes.decoding import ExecutorRows
 from tests.fakes.device_decoding import load_device_executor
@@ -178,6 +180,28 @@ def test_a_device_s_executor_can_be_a_rank_too(tmp_path: Path) -> None:
     answers = run_ranks(2, lambda ranks: answers_of(load_device_executor(path, ranks=ranks)))
     for each in answers:
         check_equal(each, expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels for devices are not interpreted")
+def test_ranks_on_devices_give_what_one_does_with_a_gpu_s_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_tiny_llama(tmp_path)
+    requests = {0: (prompt_of(9, 0), LISTING_ALL), 1: (prompt_of(5, 1), EVERY_OPTION)}
+    expected = ExecutorRows(load(path), 2).run(requests, 4)
+    # As it would be chosen for a device.
+    monkeypatch.setattr(device_executor, "sampling_kernels", DeviceParallelSampling)
+
+    def run(ranks: Ranks) -> Answers:
+        kernels = select_kernels(
+            torch.device("cpu"), KernelConfig("float32", implementation="triton")
+        )
+        limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64}
+        executor = load_device_executor(path, kernels, ranks=ranks, **limits)
+        return ExecutorRows(executor, 2).run(requests, 4)
+
+    for answers in run_ranks(2, run):
+        check_equal(answers, expected)
 
 
 @pytest.mark.parametrize(

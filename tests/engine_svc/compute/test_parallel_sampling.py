@@ -190,6 +190,7 @@ def test_keys_order_as_values_and_lower_ids_do_and_give_them_back() -> None:
     assert ordered_bits(-values[-1:]).equal(bits[-1:])
     assert ordered_bits(torch.tensor([-0.0])).equal(bits[4:5])
     token_ids = torch.tensor([0, 5, (1 << 24) - 1])
+    assert ranking_keys(values[:3], token_ids.int()).equal(ranking_keys(values[:3], token_ids))
     keys = ranking_keys(values[:, None], token_ids)
     assert keys.flatten().sort().values.equal(keys.flip(1).flatten())
     assert ids_of(keys).equal(token_ids.expand_as(keys))
