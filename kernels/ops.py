@@ -9,7 +9,7 @@ rows are in the batch; on a GPU only where that is asked for (`KernelConfig.batc
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kernels.captured_run import CapturedRun
 from kernels.stored_matrix import StoredKind, StoredMatrix
 
 # What a backend made of weights, of the cache's layers, or of a batch's layout: only it can look
@@ -32,23 +33,6 @@ class KvCache(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, layer: int) -> KvLayer: ...
-
-
-class CapturedRun(Protocol):
-    """Ops that `Kernels.capture` recorded."""
-
-    @property
-    def result(self) -> Tensor:
-        """Where the result comes to lie, for the most rows."""
-
-    def __call__(self, *counts: int) -> None:
-        """Runs the ops with so many rows of each count."""
-
-    def set_profiling(self, is_on: bool) -> None:
-        """Begins to add up the time of each op, from zero, or ends it."""
-
-    def op_seconds(self) -> Mapping[str, float]:
-        """Of all runs since profiling began, by kind of op."""
 
 
 class Kernels(ABC):
