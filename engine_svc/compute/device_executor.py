@@ -10,30 +10,23 @@ from pathlib import Path
 from torch import Tensor
 
 from engine_svc.compute.decode_graphs import DecodeGraphs, capture_graphs
-from engine_svc.compute.device_batch import DeviceBatch, DeviceStep, StepTensors
-from engine_svc.compute.device_memory import largest_step, max_graph_bytes, num_device_blocks
-from engine_svc.compute.device_sampler import (
-    DeviceSampler,
-    PendingLogprobs,
-    PendingTokens,
-    has_options,
-)
+from engine_svc.compute.device_batch import DeviceBatch, DeviceStep
+from engine_svc.compute.device_memory import max_graph_bytes, num_device_blocks
+from engine_svc.compute.device_model import DeviceModel
+from engine_svc.compute.device_sampler import DeviceSampler, PendingLogprobs, PendingTokens
 from engine_svc.compute.devices import Device
 from engine_svc.compute.executor_config import ExecutorConfig
 from engine_svc.compute.grammar_compiler import GrammarCompiler
 from engine_svc.compute.grammar_rows import GrammarRows
-from engine_svc.compute.kv_storage import KvStorage, kv_block_bytes
 from engine_svc.compute.launched_step import LaunchedStep
 from engine_svc.compute.loading import load_decoder, max_model_len_of, sampling_kernels
 from engine_svc.compute.memory import format_bytes, num_host_blocks
-from engine_svc.compute.model.config import ModelConfig
-from engine_svc.compute.model.decoder import Decoder
 from engine_svc.compute.model.sharded_source import shard_of
 from engine_svc.compute.model.weights import open_source
-from engine_svc.compute.parallel_sampling import ParallelSampling
 from engine_svc.compute.persistent_batch import PromptTargets
 from engine_svc.compute.prompt_scoring import MAX_ROWS_AT_ONCE
 from engine_svc.compute.ranks import ONE_RANK, Ranks
+from engine_svc.compute.warm_up import first_steps, largest_step
 from engine_svc.planning.step import StepPlan, StepResult
 from engine_svc.planning.step_profile import StepProfile
 from kernels import Kernels
@@ -42,7 +35,7 @@ from kernels import Kernels
 class DeviceExecutor:
     """Owns a model on a device, its KV cache and the rows of the running batch.
 
-    Used by one thread. `use` must give it a cache before the first step.
+    Used by one thread.
     """
 
     max_steps_in_flight = 2
@@ -50,23 +43,17 @@ class DeviceExecutor:
     def __init__(
         self,
         device: Device,
-        kernels: Kernels,
-        decoder: Decoder,
+        model: DeviceModel,
+        sampler: DeviceSampler,
         batch: DeviceBatch,
         num_threads: int = 1,
-        ranks: Ranks = ONE_RANK,
-        sampling: Kernels | ParallelSampling | None = None,
     ) -> None:
         self._device = device
-        self._ranks = ranks
-        self._kernels = kernels
-        self._decoder = decoder
+        self._model = model
+        self._sampler = sampler
         self._batch = batch
         self._num_threads = num_threads
-        self._max_rows = len(batch.host.staged.rows)
-        self._sampler = DeviceSampler(sampling or kernels, device, batch.tables, self._max_rows)
         self._graphs = DecodeGraphs({})
-        self._kv: KvStorage | None = None
         self._grammars: GrammarRows | None = None
         self._profile = StepProfile()
 
@@ -104,22 +91,26 @@ class DeviceExecutor:
                 vocab.whole_size,
                 config.max_num_batched_tokens,
             )
-        sampling = sampling_kernels(kernels, ranks, vocab)
-        executor = cls(device, kernels, decoder, batch, num_threads, ranks, sampling)
-        measured = executor._run_largest(config, model_config)
-        num_blocks = ranks.least(num_blocks or measured)
-        executor.use(model_config, num_blocks)
-        kv_bytes = num_blocks * kv_block_bytes(kernels, model_config, config.block_size)
-        report(
-            f"KV cache: {num_blocks} blocks of {config.block_size} tokens, {format_bytes(kv_bytes)}"
+            sampling = sampling_kernels(kernels, ranks, vocab)
+            sampler = DeviceSampler(sampling, device, batch.tables, config.max_num_seqs)
+        on_device = DeviceModel(
+            device, kernels, model_config, decoder, batch.tables, config.block_size
         )
-        executor.capture(report)
+        executor = cls(device, on_device, sampler, batch, num_threads)
+        measured = executor._run_largest(config, ranks)
+        num_blocks = ranks.least(num_blocks or measured)
+        on_device.use(num_blocks)
+        kv_bytes = format_bytes(num_blocks * on_device.block_bytes)
+        report(f"KV cache: {num_blocks} blocks of {config.block_size} tokens, {kv_bytes}")
+        kernels.keep_addresses()
+        executor._capture(config, report, ranks)
+        if device.has_own_memory:
+            executor.warm_up(config)
         return executor
 
     @property
     def num_blocks(self) -> int:
-        assert self._kv is not None
-        return self._kv.num_blocks
+        return self._model.num_blocks
 
     @property
     def block_size(self) -> int:
@@ -133,13 +124,7 @@ class DeviceExecutor:
     def max_model_len(self) -> int:
         return self._batch.host.max_model_len
 
-    def use(self, model_config: ModelConfig, num_blocks: int) -> None:
-        """Takes a new KV cache of so many blocks in the place of the one before."""
-        self._kv = None
-        with self._device.computing():
-            self._kv = KvStorage.allocate(self._kernels, model_config, num_blocks, self.block_size)
-
-    def _run_largest(self, config: ExecutorConfig, model_config: ModelConfig) -> int:
+    def _run_largest(self, config: ExecutorConfig, ranks: Ranks) -> int:
         """Runs the largest step, which no later one needs more memory than.
 
         Returns how many KV blocks there is room for beside it; 0 where it is not measured.
@@ -150,42 +135,50 @@ class DeviceExecutor:
             self.max_model_len,
             config.block_size,
         )
-        self.use(model_config, num_blocks)
+        self._model.use(num_blocks)
         self._device.forget_peak()
         self.execute(plan)
-        self._kv = None
+        self._model.use(0)
         if not self._device.has_own_memory:
             return 0
         memory = self._device.memory()
         self._device.forget_peak()
-        block_bytes = kv_block_bytes(self._kernels, model_config, config.block_size)
         return num_device_blocks(
             memory,
-            num_blocks * block_bytes,
-            config.kv_memory_bytes // self._ranks.size,
-            block_bytes,
+            num_blocks * self._model.block_bytes,
+            config.kv_memory_bytes // ranks.size,
+            self._model.block_bytes,
             config.max_num_seqs * -(-self.max_model_len // config.block_size),
         )
 
-    def capture(self, report: Callable[[str], None]) -> None:
-        """Captures the graphs of decode steps, within a bound of memory. Once."""
-        self._kernels.keep_addresses()
+    def _capture(self, config: ExecutorConfig, report: Callable[[str], None], ranks: Ranks) -> None:
+        """Captures the graphs of decode steps, within a bound of memory."""
         free = self._device.memory().free if self._device.has_own_memory else 0
         with self._device.computing():
             self._graphs, num_bytes = capture_graphs(
                 self._device,
                 self._batch,
-                self._logits_of,
+                self._model.logits,
                 self._sampler,
-                self._max_rows,
+                config.max_num_seqs,
                 max_graph_bytes(free),
-                self._ranks,
+                ranks,
             )
         sizes = self._graphs.sizes
         report(
             f"graphs: {len(sizes)} of decode steps of {sizes[0]} to {sizes[-1]} sequences, "
             f"{format_bytes(num_bytes)} of at most {format_bytes(max_graph_bytes(free))}"
         )
+
+    def warm_up(self, config: ExecutorConfig) -> None:
+        """Steps of each kind, so that no request waits for kernels to be compiled."""
+        for plan in first_steps(
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            self.max_model_len,
+            config.block_size,
+        ):
+            self.execute(plan)
 
     def follow_grammars(self, compiler: GrammarCompiler) -> None:
         """Once, before the first step: rows may have grammars from now on."""
@@ -225,7 +218,7 @@ class DeviceExecutor:
         if step.padded:
             sampled, grammars = self._run_graph(step)
         elif plan.steps:
-            hidden = self._hidden_of(step.tensors)
+            hidden = self._model.hidden(step.tensors)
             self._profile.lap("model")
             if layout.prompt_targets is not None:
                 scored = self._score_prompts(hidden, layout.prompt_targets)
@@ -256,7 +249,7 @@ class DeviceExecutor:
         self, step: DeviceStep, hidden: Tensor
     ) -> tuple[PendingTokens, GrammarRows | None]:
         num_rows = len(step.layout.sampled_rows)
-        logits = self._decoder.logits(hidden, step.tensors.sample_places)
+        logits = self._model.logits_after(hidden, step.tensors.sample_places)
         return self._sample(
             step, logits, lambda: self._sampler.draw(logits, step.tensors, num_rows)
         )
@@ -272,20 +265,11 @@ class DeviceExecutor:
         rows, mask = step.layout.sampled_rows, None
         if self._grammars is not None:
             mask = self._grammars.mask(rows.tolist())
-        if mask is None and not has_options(step.sampling):
+        if mask is None and not self._sampler.takes_options(step.sampling):
             draw()
             return self._sampler.drawn(len(rows)), None
         sampled = self._sampler.draw_with_options(logits, step, mask)
         return sampled, None if mask is None else self._grammars
-
-    def _hidden_of(self, tensors: StepTensors) -> Tensor:
-        """The hidden states of the kept tokens, [K, hidden]."""
-        assert self._kv is not None, "there is no KV cache yet"
-        self._batch.tables.take_tokens(tensors.token_places, tensors.inputs.token_ids)
-        return self._decoder.forward(tensors.inputs, self._kv)
-
-    def _logits_of(self, tensors: StepTensors) -> Tensor:
-        return self._decoder.logits(self._hidden_of(tensors), tensors.sample_places)
 
     def _score_prompts(self, hidden: Tensor, targets: PromptTargets) -> list[PendingLogprobs]:
         """See prompt_scoring.py."""
@@ -293,10 +277,9 @@ class DeviceExecutor:
         if not targets.num_top:
             return scored
         places, token_ids = self._device.upload([targets.kept_places, targets.token_ids])
-        at_once = max(self._max_rows, MAX_ROWS_AT_ONCE)
-        for begin in range(0, len(targets.num_top), at_once):
-            part = slice(begin, begin + at_once)
-            logits = self._decoder.logits(hidden, places[part])
+        for begin in range(0, len(targets.num_top), MAX_ROWS_AT_ONCE):
+            part = slice(begin, begin + MAX_ROWS_AT_ONCE)
+            logits = self._model.logits_after(hidden, places[part])
             scored.append(self._sampler.score(logits, token_ids[part], targets.num_top[part]))
         self._profile.lap("score prompts")
         return scored

@@ -2,7 +2,6 @@
 
 from engine_svc.compute.devices import DeviceMemory
 from engine_svc.compute.memory import format_bytes
-from engine_svc.planning.step import RowStart, RowStep, SamplingParameters, StepPlan
 from protos.wire.errors import StartupError
 
 # Of all the device's memory, what the engine may take when not told. Graphs come out of the rest,
@@ -11,32 +10,6 @@ _DEVICE_SHARE = 0.9
 # The most that graphs take, and the most of what is free then.
 _MAX_GRAPH_BYTES = 2 << 30
 _MAX_GRAPH_SHARE = 0.5
-
-
-def largest_step(
-    max_num_seqs: int, max_num_tokens: int, max_model_len: int, block_size: int
-) -> tuple[StepPlan, int]:
-    """A step in which every row computes, is asked about its prompt and samples with options; and
-    how many blocks it needs. All rows use the same ones: what is in them does not matter here."""
-    num_rows = min(max_num_seqs, max_num_tokens)
-    length, num_left = divmod(max_num_tokens, num_rows)
-    sampling = SamplingParameters(
-        max_tokens=1,
-        repetition_penalty=1.5,
-        top_k=2,
-        logit_bias=((0, 1.0),),
-        allowed_token_ids=frozenset({0, 1}),
-        logprobs=True,
-        top_logprobs=1,
-        prompt_logprobs=True,
-    )
-    starts, steps = [], []
-    for row in range(num_rows):
-        num_tokens = min(length + (row < num_left), max_model_len)
-        blocks = range(-(-num_tokens // block_size))
-        starts.append(RowStart(row, [0] * num_tokens, num_tokens, sampling, blocks))
-        steps.append(RowStep(row, 0, num_tokens, (), True, num_tokens > 1))
-    return StepPlan(starts, steps), len(starts[0].block_ids)
 
 
 def bytes_for_kv(memory: DeviceMemory, measured_kv_bytes: int) -> int:

@@ -135,11 +135,11 @@ def test_no_step_waits_for_the_device_whatever_its_rows_ask_for(
 
     # All but the way of what the host has, and gets.
     for owner, name in (
-        (device, "_hidden_of"),
+        (device._model, "hidden"),
         (device._sampler, "_edit"),
         (device._sampler, "draw"),
-        (device._kernels, "token_logprobs"),
-        (device._kernels, "largest"),
+        (device._sampler._kernels, "token_logprobs"),
+        (device._sampler._kernels, "largest"),
     ):
         monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
     asking = dataclasses.replace(ASKING, prompt_logprobs=True)
