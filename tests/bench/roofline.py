@@ -32,7 +32,7 @@ BLOCK_SIZE = 16
 MEMORY_SHARE = 0.92
 
 
-def _config(
+def model_config(
     architecture: str,
     hidden: int,
     intermediate: int,
@@ -61,12 +61,12 @@ def _config(
 
 # The shapes of the models' config.json files.
 MODELS = {
-    "smollm2-135m": _config(LLAMA, 576, 1536, 30, (9, 3, 64), 49152, ties=True),
-    "llama-3.2-1b": _config(LLAMA, 2048, 8192, 16, (32, 8, 64), 128256, ties=True),
-    "llama-3.1-8b": _config(LLAMA, 4096, 14336, 32, (32, 8, 128), 128256),
-    "llama-3.1-70b": _config(LLAMA, 8192, 28672, 80, (64, 8, 128), 128256),
-    "qwen3-8b": _config(QWEN3, 4096, 12288, 36, (32, 8, 128), 151936),
-    "qwen3-32b": _config(QWEN3, 5120, 25600, 64, (64, 8, 128), 151936),
+    "smollm2-135m": model_config(LLAMA, 576, 1536, 30, (9, 3, 64), 49152, ties=True),
+    "llama-3.2-1b": model_config(LLAMA, 2048, 8192, 16, (32, 8, 64), 128256, ties=True),
+    "llama-3.1-8b": model_config(LLAMA, 4096, 14336, 32, (32, 8, 128), 128256),
+    "llama-3.1-70b": model_config(LLAMA, 8192, 28672, 80, (64, 8, 128), 128256),
+    "qwen3-8b": model_config(QWEN3, 4096, 12288, 36, (32, 8, 128), 151936),
+    "qwen3-32b": model_config(QWEN3, 5120, 25600, 64, (64, 8, 128), 151936),
 }
 
 

@@ -42,7 +42,9 @@ def measured_seconds(
 ) -> dict[str, float]:
     """By the names of roofline_ops.py, summed over all layers."""
     device = device or torch.device("cuda")
-    policy = KernelConfig(POLICIES.get(weights.name, "auto"), kv_format.value, "triton")
+    policy = KernelConfig(
+        POLICIES.get(weights.name, "auto"), kv=kv_format.value, implementation="triton"
+    )
     with torch.inference_mode():
         step = _DecodeStep(select_kernels(device, policy), config, weights, batch, context)
         seconds: Counter[str] = Counter()
@@ -123,8 +125,8 @@ class _DecodeStep:
         copies = num_copies(block_bytes * batch * blocks_each)
         cache = kernels.allocate_kv(copies, batch * blocks_each, BLOCK_SIZE, *heads)
         for index in range(copies):
-            # Any bits but those of a NaN, as random as a cache's.
-            cache[index].data.view(torch.uint8).random_(0, 0x70)
+            # Random bits; of each type numbers below 2, or 64.
+            cache[index].data.view(torch.uint8).random_(0, 0x40)
             if cache[index].scales is not None:
                 cache[index].scales.fill_(1e-2)
 

@@ -4,9 +4,12 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 
+from engine_svc.compute.model.config import QWEN3
 from kernels.gpu.kv_cache import KvFormat
-from tests.bench.roofline import MODELS, Roofline, markdown, read_config
+from tests.bench import roofline_measured
+from tests.bench.roofline import MODELS, Roofline, markdown, model_config, read_config
 from tests.bench.roofline_devices import DEVICES
 from tests.bench.roofline_ops import WEIGHTS, Op, Sequences, StepOps
 
@@ -93,6 +96,20 @@ def test_the_largest_batch_is_what_memory_holds() -> None:
     assert 0.85 * H200.memory_bytes < held < 0.92 * H200.memory_bytes
     assert roofline(device=DEVICES["l4"], config=MODELS["llama-3.1-70b"]).largest_batch(512) == 0
     assert roofline(kv_format=KvFormat.FP8).largest_batch(4096) > 1.9 * largest
+
+
+@pytest.mark.parametrize(("weights", "kv_format"), [("4bit", "int8"), ("bf16", "bfloat16")])
+def test_each_op_is_measured_too(monkeypatch: pytest.MonkeyPatch, weights, kv_format) -> None:
+    """In Triton's interpreter, where the figures say nothing."""
+    monkeypatch.setattr(roofline_measured, "MOST_COPIES", 1)
+    tiny = model_config(QWEN3, 64, 96, 2, (4, 2, 16), 96)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    measured = roofline_measured.measured_seconds(
+        tiny, WEIGHTS[weights], KvFormat(kv_format), 2, 20, device
+    )
+    one = roofline(weights, config=tiny, kv_format=KvFormat(kv_format))
+    assert measured.keys() == {op.name for op in one.decode_ops(2, 20)}
+    assert min(measured.values()) > 0
 
 
 @pytest.mark.slow
