@@ -23,7 +23,9 @@ from kernels.gpu.variant import ModelShapes, Variant
 
 _SEGMENT = 8192
 _NUM_WARPS = 8
-# The forms that are compiled ahead have room for so many of the likeliest tokens.
+# Room for the segments of any known vocabulary, and for so many of the likeliest tokens of each, so
+# that a few forms serve all models.
+_SEGMENTS = 64
 _USUAL_TOP = (1, 8, 32)
 # A rank is (key of the log-probability, then of two equal ones the smaller id).
 _LOWEST_RANK = tl.constexpr(-(2**63))
@@ -202,11 +204,13 @@ def _launch(
 def _constexprs(
     kernel: triton.JITFunction, vocab_size: int, num_top: int, segment: int
 ) -> dict[str, int]:
-    num_segments = triton.cdiv(vocab_size, segment)
+    num_segments = triton.next_power_of_2(triton.cdiv(vocab_size, segment))
+    segments = max(_SEGMENTS, num_segments)
+    room = next((room for room in _USUAL_TOP if room >= num_top), num_top)
     values = {
         "SEGMENT": segment,
-        "SEGMENTS": triton.next_power_of_2(num_segments),
-        "RANKS": triton.next_power_of_2(max(1, num_segments * num_top)),
+        "SEGMENTS": segments,
+        "RANKS": segments * triton.next_power_of_2(room),
     }
     return {name: value for name, value in values.items() if name in kernel.arg_names}
 
@@ -218,11 +222,12 @@ def variants(shapes: ModelShapes) -> Iterator[Variant]:
     forms = [(sum_kernel, 0), (rank_kernel, 1), *((list_kernel, num) for num in _USUAL_TOP)]
     for kernel, num_top in forms:
         constexprs = _constexprs(kernel, vocab_size, num_top, _SEGMENT)
-        sizes = ", ".join(f"{value} {name.lower()}" for name, value in constexprs.items())
+        name = kernel.__name__.removesuffix("_kernel")
+        room = f" of {num_top}" if kernel is list_kernel else ""
         yield Variant(
             kernel=kernel,
-            label=f"token_logprobs: {sizes}, rows {'' if is_even else 'not '}aligned",
-            signature={name: _TYPES[name] for name in kernel.arg_names if name not in constexprs},
+            label=f"token_logprobs: {name}{room}, rows {'' if is_even else 'not '}aligned",
+            signature={arg: _TYPES[arg] for arg in kernel.arg_names if arg not in constexprs},
             constexprs=constexprs,
             num_warps=_NUM_WARPS,
             divisible_by_16=("row_stride", "vocab_size") if is_even else (),

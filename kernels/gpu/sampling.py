@@ -24,6 +24,8 @@ from kernels.gpu.sampling_threshold import LEVELS, MOST_TILES
 from kernels.gpu.variant import ModelShapes, Variant
 
 _LEVELS = int(LEVELS.value)
+# Room for those of a row: as many as any known vocabulary has, so that one form serves all models.
+_SEGMENTS = 32
 _ROW_TYPES = {
     "temperatures": "*fp32",
     "min_ps": "*fp32",
@@ -171,7 +173,7 @@ def _launch(
 def _constexprs(kernel: triton.JITFunction, vocab_size: int, tiles: Tiles) -> dict[str, int]:
     values = {
         "SEGMENT": tiles.segment,
-        "SEGMENTS": triton.next_power_of_2(tiles.num_segments(vocab_size)),
+        "SEGMENTS": max(_SEGMENTS, triton.next_power_of_2(tiles.num_segments(vocab_size))),
         "CAPACITY": tiles.capacity,
         "TILE": tiles.tile if kernel in (scan_kernel, gather_kernel) else tiles.measured_tile,
     }
@@ -188,10 +190,9 @@ def variants(shapes: ModelShapes) -> Iterator[Variant]:
         ("choose", choose_kernel),
     ):
         constexprs = _constexprs(kernel, shapes.vocab_size, DEFAULT_TILES)
-        segments = f", {constexprs['SEGMENTS']} segments" if "SEGMENTS" in constexprs else ""
         yield Variant(
             kernel=kernel,
-            label=f"sample: {name}{segments}, rows {'' if is_even else 'not '}aligned",
+            label=f"sample: {name}, rows {'' if is_even else 'not '}aligned",
             signature={arg: _TYPES[arg] for arg in kernel.arg_names if arg not in constexprs},
             constexprs=constexprs,
             num_warps=DEFAULT_TILES.num_warps,
