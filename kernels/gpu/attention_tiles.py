@@ -66,10 +66,13 @@ class AttentionForm:
 
     @property
     def product_dtype(self) -> torch.dtype:
-        """What queries and keys are multiplied as: eight bits are exact in all of them."""
-        if self.kv_format.has_scales:
+        """What queries and keys are multiplied as.
+
+        Eight bits are exact in all types. A query in the 16 bits of the keys is as near as they.
+        """
+        if self.kv_format.has_scales or self.dtype == torch.float32:
             return self.dtype
-        return torch.promote_types(self.dtype, self.kv_format.dtype)
+        return self.kv_format.dtype
 
     @property
     def value_dtype(self) -> torch.dtype:
@@ -133,7 +136,7 @@ def invariant_tiles(form: AttentionForm, device: AttentionDevice) -> AttentionTi
     if form.product_dtype == torch.float32:
         return _float32_tiles(form)
     if _is_small(device):
-        return _tiles(form, 32 if form.is_wide else 64, 32, 8, 1)
+        return _tiles(form, 32, 16, 8, 1) if form.is_wide else _tiles(form, 64, 32, 8, 1)
     if _is_medium(device):
         return _tiles(form, 32, 32, 8, 3)
     return _tiles(form, 32 if form.is_wide else 64, 32, 8, 3)

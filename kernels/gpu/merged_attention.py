@@ -37,9 +37,10 @@ def _merge_kernel(
     head = tl.program_id(0)
     sequence = tl.program_id(2)
     token = tl.load(cu_seqlens + sequence)
-    if tl.load(cu_seqlens + sequence + 1) - token != 1:
-        return
+    num_queries = tl.load(cu_seqlens + sequence + 1) - token
     seq_len = tl.load(seq_lens + table_row_of(sequence, rows, has_rows)).to(tl.int32)
+    if num_queries != 1:
+        return
     _, _, _, _, _, last_split = splits_in_sight(
         seq_len, num_splits, TILE, WINDOW, SPLIT_TILES, MIN_TILES
     )
@@ -71,9 +72,10 @@ def _merge_in_turn_kernel(
     head = tl.program_id(0)
     sequence = tl.program_id(2)
     token = tl.load(cu_seqlens + sequence)
-    if tl.load(cu_seqlens + sequence + 1) - token != 1:
-        return
+    num_queries = tl.load(cu_seqlens + sequence + 1) - token
     seq_len = tl.load(seq_lens + table_row_of(sequence, rows, has_rows)).to(tl.int32)
+    if num_queries != 1:
+        return
     _, _, _, _, first_split, last_split = splits_in_sight(
         seq_len, num_splits, TILE, WINDOW, SPLIT_TILES, 1
     )

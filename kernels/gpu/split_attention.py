@@ -50,12 +50,14 @@ def _split_kernel(
     # The heads of a token lie side by side: programs that read them run at the same time.
     kv_head = tl.program_id(0)
     sequence = tl.program_id(2)
+    # All that does not wait for another load is asked for before any is waited for.
     token = tl.load(cu_seqlens + sequence)
-    if tl.load(cu_seqlens + sequence + 1) - token != 1:
-        return
+    num_queries = tl.load(cu_seqlens + sequence + 1) - token
     table_row = table_row_of(sequence, rows, has_rows)
     seq_len = tl.load(seq_lens + table_row).to(tl.int32)
     table = block_table + table_row * table_stride
+    if num_queries != 1:
+        return
 
     row = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, PADDED_DIM)

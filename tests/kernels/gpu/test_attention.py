@@ -53,8 +53,8 @@ def test_caches(randn, dtype, kv_format) -> None:
     batch = paged_batch(randn, MIXTURE, Shape(6, 2, 80), dtype, kv_format)
     expected = batch.expected()
     actual = batch.attend()
-    if dtype == torch.float16 and kv_format.has_scales:
-        # Values are weighted in bfloat16 then.
+    if kv_format in (KvFormat.FP8, KvFormat.INT8, KvFormat.BFLOAT16) and dtype == torch.float16:
+        # Products are of bfloat16 then.
         dtype = torch.bfloat16
     assert_close(actual.to(dtype), expected.to(dtype))
 
@@ -164,3 +164,18 @@ def test_what_is_compiled_ahead_is_what_is_launched(
         if bool(variant.constexprs["SPLIT_TILES"]) == batch_invariant
     }
     assert launched_variants == of_mode
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("queries", [1, 20])
+def test_tiles_before_the_window_are_not_read(randn, batch_invariant, queries) -> None:
+    tokens, sliding_window = 300, 40
+    batch = paged_batch(randn, [(tokens, queries)], Shape(3, 1, 64), torch.float16)
+    expected = batch.expected(sliding_window)
+    largest_tile = 64
+    unseen = (tokens - queries + 1 - sliding_window) // largest_tile * largest_tile
+    assert unseen >= 192
+    for position in range(unseen):
+        block = int(batch.block_table[0, position // 16])
+        batch.kv_layer.data[:, block, position % 16] = torch.nan
+    assert_close(batch.attend(sliding_window, batch_invariant=batch_invariant), expected)
