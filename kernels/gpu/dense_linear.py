@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.invariant_matmul import invariant_matmul
+from kernels.gpu.linear_tiles import LinearDevice
 from kernels.gpu.split_sum import Scratch
 
 
@@ -44,12 +45,12 @@ def dense_linear(
     matrix: DenseMatrix,
     out: Tensor,
     scratch: Scratch,
-    num_processors: int,
+    device: LinearDevice,
     batch_invariant: bool,
 ) -> None:
     """x [T, columns] weightᵀ + bias into out [T, outputs], all of one type."""
     if batch_invariant:
-        invariant_matmul(x, matrix.weight, matrix.wide_bias, out, scratch, num_processors)
+        invariant_matmul(x, matrix.weight, matrix.wide_bias, out, scratch, device)
     elif matrix.bias is None:
         torch.mm(x, matrix.weight.t(), out=out)
     else:

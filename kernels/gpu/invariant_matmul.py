@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from kernels.gpu.linear_tiles import INVARIANT_TILE, choose_parts
+from kernels.gpu.linear_tiles import INVARIANT_DENSE_TILE as TILE
+from kernels.gpu.linear_tiles import LinearDevice, choose_parts
 from kernels.gpu.pointer_types import pointer_type
 from kernels.gpu.split_sum import Scratch, sum_parts, sum_variant
 from kernels.gpu.variant import ModelShapes, Variant
@@ -98,12 +99,12 @@ def invariant_matmul(
     bias: Tensor,
     out: Tensor,
     scratch: Scratch,
-    num_processors: int,
+    device: LinearDevice,
 ) -> None:
     """x [T, columns] weightᵀ + bias into out [T, outputs], of x's type or float32.
 
     weight [outputs, columns] of x's type; bias float32 [outputs]. Rows are contiguous, but may lie
-    apart. num_processors are the device's multiprocessors.
+    apart.
     """
     num_rows, num_columns = x.shape
     num_outputs = len(weight)
@@ -111,15 +112,15 @@ def invariant_matmul(
     assert x.stride(1) == weight.stride(1) == out.stride(1) == 1 and x.dtype == weight.dtype
     if num_rows == 0:
         return
-    tile, block_columns = INVARIANT_TILE, _STEP_BYTES // x.dtype.itemsize
+    block_columns = _STEP_BYTES // x.dtype.itemsize
     num_steps = triton.cdiv(num_columns, block_columns)
-    parts = choose_parts(tile, num_rows, num_outputs, num_steps, num_processors, True)
+    parts = choose_parts(TILE, num_rows, num_outputs, num_steps, device, True)
     result = out
     if parts.is_spread:
         result = scratch("linear parts", (parts.number, *out.shape), torch.float32)
-    num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_outputs, tile.outputs)
+    num_tiles = triton.cdiv(num_rows, TILE.rows) * triton.cdiv(num_outputs, TILE.outputs)
     num_items = num_tiles * (parts.number if parts.is_spread else 1)
-    _matmul_kernel[(min(num_items, num_processors * _PROGRAMS_PER_PROCESSOR),)](
+    _matmul_kernel[(min(num_items, device.num_processors * _PROGRAMS_PER_PROCESSOR),)](
         x,
         weight,
         bias,
@@ -134,7 +135,7 @@ def invariant_matmul(
         weight.stride(0),
         result.stride(-2),
         **_constexprs(x.dtype, parts.is_spread),
-        num_warps=tile.num_warps,
+        num_warps=TILE.num_warps,
     )
     if parts.is_spread:
         sum_parts(result, None, bias, out)
@@ -142,11 +143,11 @@ def invariant_matmul(
 
 def _constexprs(dtype: torch.dtype, is_spread: bool) -> dict[str, int]:
     return {
-        "BLOCK_ROWS": INVARIANT_TILE.rows,
-        "BLOCK_OUTPUTS": INVARIANT_TILE.outputs,
+        "BLOCK_ROWS": TILE.rows,
+        "BLOCK_OUTPUTS": TILE.outputs,
         "BLOCK_COLUMNS": _STEP_BYTES // dtype.itemsize,
         "GROUP": _ROW_TILES_PER_GROUP,
-        "STAGES": INVARIANT_TILE.num_stages,
+        "STAGES": TILE.num_stages,
         "IS_SPREAD": is_spread,
     }
 
@@ -172,7 +173,7 @@ def _variant(dtype: torch.dtype, is_spread: bool) -> Variant:
             **dict.fromkeys((*counts, *sizes), "i32"),
         },
         constexprs=_constexprs(dtype, is_spread),
-        num_warps=INVARIANT_TILE.num_warps,
+        num_warps=TILE.num_warps,
         may_spill=True,
         divisible_by_16=sizes,
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.config import KernelConfig
 from kernels.gpu import gathers, quantised_embedding
 from kernels.gpu.dense_linear import DenseMatrix, dense_linear, dense_matrix
+from kernels.gpu.linear_tiles import LinearDevice, linear_device
 from kernels.gpu.packed_weight import GROUP, CodeFormat, PackedMatrix, pack_matrix
 from kernels.gpu.packed_weight import packed_bytes as matrix_bytes
 from kernels.gpu.quantised_linear import quantised_linear
@@ -26,8 +27,6 @@ from kernels.gpu.stored_blocks import (
 )
 from kernels.stored_matrix import StoredKind, StoredMatrix
 
-# Of an H100, which the CPU is taken for where kernels are interpreted.
-_REHEARSED_PROCESSORS = 132
 _FORMATS = {
     StoredKind.Q4_0: CodeFormat.Q4,
     StoredKind.Q4_1: CodeFormat.Q4_MINIMUM,
@@ -53,7 +52,7 @@ class PackedLinear:
     """
 
     matrices: tuple[PackedMatrix | DenseMatrix, ...]
-    num_processors: int
+    device: LinearDevice
     batch_invariant: bool
 
     @property
@@ -76,11 +75,9 @@ class PackedLinear:
         for matrix in self.matrices:
             columns = out[:, first : first + matrix.num_outputs]
             if isinstance(matrix, PackedMatrix):
-                quantised_linear(
-                    x, matrix, columns, scratch, self.num_processors, self.batch_invariant
-                )
+                quantised_linear(x, matrix, columns, scratch, self.device, self.batch_invariant)
             else:
-                dense_linear(x, matrix, columns, scratch, self.num_processors, self.batch_invariant)
+                dense_linear(x, matrix, columns, scratch, self.device, self.batch_invariant)
             first += matrix.num_outputs
 
 
@@ -89,7 +86,7 @@ class PackedEmbedding:
     """A table [rows, width]; `packed(ids, out)` puts its rows `ids` [T] into out [T, width]."""
 
     matrix: PackedMatrix | DenseMatrix
-    num_processors: int
+    device: LinearDevice
 
     @property
     def width(self) -> int:
@@ -139,7 +136,7 @@ def pack_linear(
         own_bias = None if bias is None else bias[first : first + rows]
         matrices.append(_matrix(code_format, alike, own_bias, config, device))
         first += rows
-    return PackedLinear(tuple(matrices), _num_processors(device), config.batch_invariant)
+    return PackedLinear(tuple(matrices), linear_device(device), config.batch_invariant)
 
 
 def pack_embedding(
@@ -147,12 +144,12 @@ def pack_embedding(
 ) -> PackedEmbedding:
     """A table [rows, width] on the device."""
     matrix = _matrix(_format_of(part, config), [part], None, config, device)
-    return PackedEmbedding(matrix, _num_processors(device))
+    return PackedEmbedding(matrix, linear_device(device))
 
 
 def tied_head(embedding: PackedEmbedding, config: KernelConfig) -> PackedLinear:
     """The table as a weight, in the same memory."""
-    return PackedLinear((embedding.matrix,), embedding.num_processors, config.batch_invariant)
+    return PackedLinear((embedding.matrix,), embedding.device, config.batch_invariant)
 
 
 def _format_of(part: Tensor | StoredMatrix, config: KernelConfig) -> CodeFormat | None:
@@ -199,9 +196,3 @@ def _floats(part: Tensor | StoredMatrix) -> Tensor:
 
 def _num_rows(part: Tensor | StoredMatrix) -> int:
     return len(part) if isinstance(part, Tensor) else num_stored_rows(part)
-
-
-def _num_processors(device: torch.device) -> int:
-    if device.type == "cpu":
-        return _REHEARSED_PROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -48,6 +48,8 @@ def eight_bit_numbers(words, group: tl.constexpr, FORMAT: tl.constexpr):
     if FORMAT == "int8":
         # 2²³ + 128 + q, since codes are stored with 128 added.
         shifted = ((words >> 8 * group) & 0xFF) | 0x4B000000
-        return shifted.to(tl.float32, bitcast=True) - 8388736.0
-    codes = (words >> 8 * group).to(tl.int8).to(tl.float8e4nv, bitcast=True)
-    return codes.to(tl.float16).to(tl.float32)
+        numbers = shifted.to(tl.float32, bitcast=True) - 8388736.0
+    else:
+        codes = (words >> 8 * group).to(tl.int8).to(tl.float8e4nv, bitcast=True)
+        numbers = codes.to(tl.float16).to(tl.float32)
+    return numbers

@@ -28,8 +28,10 @@ from torch import Tensor
 from triton import knobs
 
 from kernels.gpu.linear_tiles import (
-    LARGE_TILE,
-    SMALL_TILE,
+    EIGHT_ROWS,
+    MANY_ROWS,
+    QUANTISED_TILES,
+    LinearDevice,
     LinearTile,
     choose_parts,
     choose_tile,
@@ -43,6 +45,8 @@ from kernels.gpu.variant import ModelShapes, Variant
 # Triton's interpreter multiplies matrices of bfloat16 as if they were integers; converted to
 # float32 they are what they were.
 _INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
+# Devices, by their names in compilation.py, that the smallest and the largest tile are for.
+_NVIDIA = ("sm_80", "sm_90")
 
 
 @triton.jit
@@ -166,22 +170,21 @@ def quantised_linear(
     matrix: PackedMatrix,
     out: Tensor,
     scratch: Scratch,
-    num_processors: int,
+    device: LinearDevice,
     batch_invariant: bool,
 ) -> None:
     """x [T, columns] weightᵀ + bias into out [T, outputs], of x's type or float32.
 
-    Rows are contiguous, but may lie apart. num_processors are the device's multiprocessors.
+    Rows are contiguous, but may lie apart.
     """
     num_rows, num_columns = x.shape
     assert num_columns == matrix.num_columns and out.shape == (num_rows, matrix.num_outputs)
     assert x.stride(1) == out.stride(1) == 1
     if num_rows == 0:
         return
-    tile = choose_tile(num_rows, batch_invariant)
+    tile = choose_tile(num_rows, device, batch_invariant)
     parts = choose_parts(
-        *(tile, num_rows, matrix.num_outputs, matrix.num_steps),
-        *(num_processors, batch_invariant),
+        tile, num_rows, matrix.num_outputs, matrix.num_steps, device, batch_invariant
     )
     result = out
     if parts.is_spread:
@@ -217,7 +220,7 @@ def _constexprs(code_format: CodeFormat, tile: LinearTile, is_spread: bool) -> d
         "SCALE_WORDS": code_format.scale_words,
         "BLOCK_ROWS": tile.rows,
         "BLOCK_OUTPUTS": tile.outputs,
-        "SCALES_FIRST": tile is LARGE_TILE,
+        "SCALES_FIRST": tile.scales_first,
         "STAGES": tile.num_stages,
         "IS_SPREAD": is_spread,
     }
@@ -228,7 +231,7 @@ def variants(shapes: ModelShapes) -> Iterator[Variant]:
     if shapes.dtype == torch.float32:
         return
     for code_format in CodeFormat:
-        for tile in (SMALL_TILE, LARGE_TILE):
+        for tile in QUANTISED_TILES:
             for is_spread in (False, True):
                 yield _variant(code_format, tile, shapes.dtype, is_spread)
     yield sum_variant(shapes.dtype)
@@ -258,4 +261,5 @@ def _variant(
         may_spill=True,
         divisible_by_16=sizes,
         needs=frozenset({"fp8"} if is_fp8 else ()),
+        devices=frozenset(_NVIDIA if tile in (EIGHT_ROWS, MANY_ROWS) else ()),
     )

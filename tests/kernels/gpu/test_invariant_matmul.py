@@ -6,6 +6,7 @@ from torch import Tensor
 
 from kernels.gpu import invariant_matmul as module
 from kernels.gpu import split_sum
+from kernels.gpu.linear_tiles import REHEARSED_DEVICE
 from kernels.gpu.result_buffers import ResultBuffers
 from kernels.gpu.variant import ModelShapes
 from tests.fakes.gpu_tensors import assert_close, assert_launched_as_compiled, overhear
@@ -17,7 +18,7 @@ def product(
     out = torch.full((len(x), len(weight)), torch.nan, dtype=dtype or x.dtype, device=x.device)
     if bias is None:
         bias = torch.zeros(len(weight), device=x.device)
-    module.invariant_matmul(x, weight, bias, out, ResultBuffers(x.device).scratch, 132)
+    module.invariant_matmul(x, weight, bias, out, ResultBuffers(x.device).scratch, REHEARSED_DEVICE)
     return out
 
 
@@ -63,7 +64,7 @@ def test_rows_may_lie_apart_and_there_may_be_none(device, randn) -> None:
     before, zeros = out.clone(), torch.zeros(33, device=device)
     x, part = wide[:, 32:128], weight[:, 64:160]
     scratch = ResultBuffers(device).scratch
-    module.invariant_matmul(x, part, zeros, out[:, 8:41], scratch, 132)
+    module.invariant_matmul(x, part, zeros, out[:, 8:41], scratch, REHEARSED_DEVICE)
     assert torch.equal(out[:, 8:41], product(x.contiguous(), part.contiguous()))
     assert torch.equal(out[:, :8], before[:, :8]) and torch.equal(out[:, 41:], before[:, 41:])
     assert product(x[:0], part).shape == (0, 33)

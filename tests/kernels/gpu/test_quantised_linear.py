@@ -23,7 +23,7 @@ STORED = {
 ROWS = [1, 3, 8, 9, 16, 17, 65]
 # Relative to Σ |x| |w|. Sums are in float32, of numbers up to 17 times those of 4 bits; a device's
 # large tile rounds weights to bfloat16, and a result in it is rounded, or, interpreted, cut off.
-EXACT_WEIGHTS, ROUNDED = 1e-5, 2**-7
+EXACT_WEIGHTS, ROUNDED = 2e-5, 2**-7
 
 
 def packed_weight(
@@ -66,13 +66,13 @@ def test_a_product_is_that_of_the_dequantised_weights(
 
 
 @pytest.mark.parametrize("code_format", CodeFormat)
-@pytest.mark.parametrize("outputs", [1, 64])
+@pytest.mark.parametrize(("num_rows", "outputs"), [(5, 1), (8, 64), (16, 65)])
 def test_a_small_tile_rounds_nothing_of_the_weights(
-    device, randn, reference, code_format, outputs
+    device, randn, reference, code_format, num_rows, outputs
 ) -> None:
     packed, weight = packed_weight(code_format, outputs, 288, device)
     # Activations whose mean is not near zero: the 4-bit codes' offset counts.
-    x = (randn(5, weight.shape[1]) + 1).bfloat16()
+    x = (randn(num_rows, weight.shape[1]) + 1).bfloat16()
     assert_product(product(packed, x, torch.float32), x, weight, reference, EXACT_WEIGHTS)
 
 
@@ -139,7 +139,7 @@ def test_what_is_compiled_ahead_is_what_is_launched(
     alone, _ = packed_weight(code_format, 64, 256, device)
     launches = overhear(monkeypatch, quantised_linear, "_linear_kernel")
     sums = overhear(monkeypatch, split_sum, "_sum_kernel")
-    for rows in (8, 9):
+    for rows in (8, 16, 64, 65):
         product(alone, randn(rows, 256, dtype=torch.bfloat16))
         product(packed, randn(rows, 2048, dtype=torch.bfloat16))
     *forms, plain, scaled = quantised_linear.variants(ModelShapes(2048, 9, 3, 64, 1536, 100))
@@ -149,4 +149,4 @@ def test_what_is_compiled_ahead_is_what_is_launched(
     for launched in sums.seen:
         is_scaled = code_format is CodeFormat.FP8
         assert_launched_as_compiled(launched, scaled if is_scaled else plain)
-    assert len(sums.seen) == 2
+    assert len(sums.seen) == 4
