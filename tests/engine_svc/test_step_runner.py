@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from engine_svc.planning.errors import ComputeLost
 from engine_svc.planning.step import RowStart, RowStep, SamplingParameters, StepPlan
 from engine_svc.step_runner import StepRunner
 from engine_svc.step_watchdog import StepWatchdog
@@ -114,6 +115,16 @@ def test_it_gives_up_when_three_fail_in_a_row_not_counting_those_that_fell_with_
     with pytest.raises(StepFailed):
         runner.land()
     assert executor.num_waited_for == 5
+
+
+def test_it_gives_up_at_once_when_the_executor_is_of_no_more_use() -> None:
+    def lose(number: int) -> None:
+        raise ComputeLost("rank 1 is gone")
+
+    runner = make_runner(OverlappingExecutor(before_wait=lose))
+    runner.launch(next(plans()))
+    with pytest.raises(ComputeLost, match="rank 1 is gone"):
+        runner.land()
 
 
 def test_a_runner_asks_no_more_of_an_executor_than_it_can_do() -> None:
