@@ -42,7 +42,7 @@ class _AtBound(NamedTuple):
     count_before: Tensor  # of the ranks before this one
 
 
-def is_needed(asked: Tensor) -> bool:
+def _is_needed(asked: Tensor) -> bool:
     """Whether any row asks for a thing; not known on a device, which nobody may wait for."""
     return asked.device.type != "cpu" or bool(asked.any())
 
@@ -55,8 +55,8 @@ def kept_tokens(
     scaled float32 [n, V / ranks]: logits over temperatures; highest [n] of all ranks. A row with a
     NaN gets an arbitrary answer.
     """
-    may_have_top_k, may_have_top_p = is_needed(filters.top_k > 0), is_needed(filters.top_p < 1)
-    if not (may_have_top_k or may_have_top_p or is_needed(filters.min_p > 0)):
+    may_have_top_k, may_have_top_p = _is_needed(filters.top_k > 0), _is_needed(filters.top_p < 1)
+    if not (may_have_top_k or may_have_top_p or _is_needed(filters.min_p > 0)):
         return None
     # The least scaled logit whose probability is min_p times the largest: max + log(min_p).
     inside = scaled >= (highest + filters.min_p.log())[:, None]
