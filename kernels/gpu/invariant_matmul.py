@@ -29,6 +29,8 @@ _STEP_BYTES = 128
 _ROW_TILES_PER_GROUP = 16
 # As many programs fit a processor's shared memory and registers.
 _PROGRAMS_PER_PROCESSOR = 2
+# Arguments that a compiled kernel takes any value of.
+_COUNTS = ["num_rows", "num_parts", "steps_per_part", "parts_per_program", "is_spread"]
 # Triton's interpreter multiplies matrices of bfloat16 as if they were integers; converted to
 # float32 they are what they were.
 _INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
@@ -44,12 +46,12 @@ def _tile_place(tile, num_row_tiles, num_output_tiles, GROUP: tl.constexpr):
     return first_row_tile + inside % group_rows, inside // group_rows
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_parts", "steps_per_part", "parts_per_program"])
+@triton.jit(do_not_specialize=_COUNTS)
 def _matmul_kernel(
     x, weight, bias, out, num_rows, num_outputs, num_columns, num_parts, steps_per_part,
-    parts_per_program, x_stride, weight_stride, out_stride,
+    parts_per_program, is_spread, x_stride, weight_stride, out_stride,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    GROUP: tl.constexpr, STAGES: tl.constexpr, IS_SPREAD: tl.constexpr,
+    GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     OPERAND: tl.constexpr = tl.float32 if _INTERPRETED else x.dtype.element_ty
     num_row_tiles = tl.cdiv(num_rows, BLOCK_ROWS)
@@ -85,7 +87,7 @@ def _matmul_kernel(
                     left.to(OPERAND), right.to(OPERAND), part_total, input_precision="ieee"
                 )
             total += part_total
-        if not IS_SPREAD:
+        if is_spread == 0:
             total += tl.load(bias + last_output)[None, :]
         places = out + first_part * part_size
         places += rows[:, None].to(tl.int64) * out_stride + outputs[None, :]
@@ -131,48 +133,49 @@ def invariant_matmul(
         parts.number,
         parts.steps,
         1 if parts.is_spread else parts.number,
+        int(parts.is_spread),
         x.stride(0),
         weight.stride(0),
         result.stride(-2),
-        **_constexprs(x.dtype, parts.is_spread),
+        **_constexprs(x.dtype),
         num_warps=TILE.num_warps,
     )
     if parts.is_spread:
         sum_parts(result, None, bias, out)
 
 
-def _constexprs(dtype: torch.dtype, is_spread: bool) -> dict[str, int]:
+def _constexprs(dtype: torch.dtype) -> dict[str, int]:
     return {
         "BLOCK_ROWS": TILE.rows,
         "BLOCK_OUTPUTS": TILE.outputs,
         "BLOCK_COLUMNS": _STEP_BYTES // dtype.itemsize,
         "GROUP": _ROW_TILES_PER_GROUP,
         "STAGES": TILE.num_stages,
-        "IS_SPREAD": is_spread,
     }
 
 
 def variants(shapes: ModelShapes) -> Iterator[Variant]:
     """What a model of these shapes launches in the batch-invariant mode."""
-    for is_spread in (False, True):
-        yield _variant(shapes.dtype, is_spread)
-    yield sum_variant(shapes.dtype)
+    # Logits are float32, and what is left of parts.
+    for out_dtype in dict.fromkeys((shapes.dtype, torch.float32)):
+        yield _variant(shapes.dtype, out_dtype)
+    for dtype in dict.fromkeys((shapes.dtype, torch.float32)):
+        yield sum_variant(dtype)
 
 
-def _variant(dtype: torch.dtype, is_spread: bool) -> Variant:
-    elements = pointer_type(dtype)
-    counts = ("num_rows", "num_parts", "steps_per_part", "parts_per_program")
+def _variant(dtype: torch.dtype, out_dtype: torch.dtype) -> Variant:
+    elements, results = pointer_type(dtype), pointer_type(out_dtype)
     sizes = ("num_outputs", "num_columns", "x_stride", "weight_stride", "out_stride")
     return Variant(
         kernel=_matmul_kernel,
-        label=f"batch-invariant linear{', in parts' * is_spread}, {elements}",
+        label=f"batch-invariant linear, {elements} to {results}",
         signature={
             **dict.fromkeys(("x", "weight"), elements),
             "bias": "*fp32",
-            "out": "*fp32" if is_spread else elements,
-            **dict.fromkeys((*counts, *sizes), "i32"),
+            "out": results,
+            **dict.fromkeys((*_COUNTS, *sizes), "i32"),
         },
-        constexprs=_constexprs(dtype, is_spread),
+        constexprs=_constexprs(dtype),
         num_warps=TILE.num_warps,
         may_spill=True,
         divisible_by_16=sizes,

@@ -42,9 +42,14 @@ from kernels.gpu.quantised_groups import eight_bit_numbers, four_bit_numbers, gr
 from kernels.gpu.split_sum import Scratch, sum_parts, sum_variant
 from kernels.gpu.variant import ModelShapes, Variant
 
+_TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
+# Arguments that a compiled kernel takes any value of.
+_COUNTS = ["num_rows", "num_steps", "steps_per_part", "parts_per_program", "is_spread"]
 # Triton's interpreter multiplies matrices of bfloat16 as if they were integers; converted to
 # float32 they are what they were.
 _INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
+# Columns that a product in float32 has at least.
+_SUMMED: tl.constexpr = tl.constexpr(8 if _TRITON >= (3, 8) else 16)
 # Devices, by their names in compilation.py, that the smallest and the largest tile are for.
 _NVIDIA = ("sm_80", "sm_90")
 
@@ -81,12 +86,13 @@ def _four_bit_step(
             product = tl.dot(numbers.to(OPERAND), values, input_precision="ieee")
             total = tl.fma(product, scale[:, None], total)
     if not SCALES_FIRST:
-        groups = tl.arange(0, 8)
+        # Each group, or each twice and by halves.
+        groups = tl.arange(0, _SUMMED) % 8
         columns = _columns_of(step * 8 + groups, num_columns)
         places = x[:, None, None] + columns[None, :, None] + lanes[None, None, :]
         sums = tl.sum(tl.load(places).to(tl.float32), 2)
         scale, minimum = group_scale(scales[:, None], padded_outputs, groups[None, :], FORMAT)
-        shifts = minimum - 128.0 * scale
+        shifts = (minimum - 128.0 * scale) * (8 / _SUMMED)
         total = tl.dot(shifts, tl.trans(sums), total, input_precision="ieee")
     return total
 
@@ -116,13 +122,13 @@ def _eight_bit_step(
     return total
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_steps", "steps_per_part", "parts_per_program"])
+@triton.jit(do_not_specialize=_COUNTS)
 def _linear_kernel(
     x, codes, scales, bias, out, num_rows, num_outputs, num_columns, padded_outputs, num_steps,
-    steps_per_part, parts_per_program, x_stride, out_stride,
+    steps_per_part, parts_per_program, is_spread, x_stride, out_stride,
     FORMAT: tl.constexpr, NUM_GROUPS: tl.constexpr, SCALE_WORDS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, SCALES_FIRST: tl.constexpr,
-    STAGES: tl.constexpr, IS_SPREAD: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     OPERAND: tl.constexpr = tl.float32 if _INTERPRETED else x.dtype.element_ty
     num_row_tiles = tl.cdiv(num_rows, BLOCK_ROWS)
@@ -154,7 +160,7 @@ def _linear_kernel(
                     FORMAT, OPERAND, SCALES_FIRST,
                 )  # fmt: skip
         total += part_total
-    if not IS_SPREAD:
+    if is_spread == 0:
         biases = tl.load(bias + outputs)[:, None]
         if FORMAT == "fp8":
             total = tl.fma(total, tl.load(scales + outputs)[:, None], biases)
@@ -203,9 +209,10 @@ def quantised_linear(
         matrix.num_steps,
         parts.steps,
         1 if parts.is_spread else parts.number,
+        int(parts.is_spread),
         x.stride(0),
         result.stride(-2),
-        **_constexprs(matrix.format, tile, parts.is_spread),
+        **_constexprs(matrix.format, tile),
         num_warps=tile.num_warps,
     )
     if parts.is_spread:
@@ -213,7 +220,7 @@ def quantised_linear(
         sum_parts(result, row_scales, matrix.bias, out)
 
 
-def _constexprs(code_format: CodeFormat, tile: LinearTile, is_spread: bool) -> dict[str, Any]:
+def _constexprs(code_format: CodeFormat, tile: LinearTile) -> dict[str, Any]:
     return {
         "FORMAT": str(code_format),
         "NUM_GROUPS": code_format.groups_per_step,
@@ -222,7 +229,6 @@ def _constexprs(code_format: CodeFormat, tile: LinearTile, is_spread: bool) -> d
         "BLOCK_OUTPUTS": tile.outputs,
         "SCALES_FIRST": tile.scales_first,
         "STAGES": tile.num_stages,
-        "IS_SPREAD": is_spread,
     }
 
 
@@ -232,31 +238,32 @@ def variants(shapes: ModelShapes) -> Iterator[Variant]:
         return
     for code_format in CodeFormat:
         for tile in QUANTISED_TILES:
-            for is_spread in (False, True):
-                yield _variant(code_format, tile, shapes.dtype, is_spread)
-    yield sum_variant(shapes.dtype)
-    yield sum_variant(shapes.dtype, has_scales=True)
+            # Logits are float32, and what is left of parts.
+            for out_dtype in (shapes.dtype, torch.float32):
+                yield _variant(code_format, tile, shapes.dtype, out_dtype)
+    for dtype in dict.fromkeys((shapes.dtype, torch.float32)):
+        yield sum_variant(dtype)
+        yield sum_variant(dtype, has_scales=True)
 
 
 def _variant(
-    code_format: CodeFormat, tile: LinearTile, dtype: torch.dtype, is_spread: bool
+    code_format: CodeFormat, tile: LinearTile, dtype: torch.dtype, out_dtype: torch.dtype
 ) -> Variant:
-    counts = ("num_rows", "num_steps", "steps_per_part", "parts_per_program")
     sizes = ("num_outputs", "num_columns", "padded_outputs", "x_stride", "out_stride")
     is_fp8 = code_format is CodeFormat.FP8
-    elements = pointer_type(dtype)
+    elements, results = pointer_type(dtype), pointer_type(out_dtype)
     return Variant(
         kernel=_linear_kernel,
-        label=f"linear {code_format}, {tile.rows} rows{', in parts' * is_spread}, {elements}",
+        label=f"linear {code_format}, {tile.rows} rows, {elements} to {results}",
         signature={
             "x": elements,
             "codes": "*i32",
             "scales": "*fp32" if is_fp8 else "*i32",
             "bias": "*fp32",
-            "out": "*fp32" if is_spread else elements,
-            **dict.fromkeys((*counts, *sizes), "i32"),
+            "out": results,
+            **dict.fromkeys((*_COUNTS, *sizes), "i32"),
         },
-        constexprs=_constexprs(code_format, tile, is_spread),
+        constexprs=_constexprs(code_format, tile),
         num_warps=tile.num_warps,
         may_spill=True,
         divisible_by_16=sizes,

@@ -76,8 +76,11 @@ def test_what_is_compiled_ahead_is_what_is_launched(monkeypatch, device, randn, 
     sums = overhear(monkeypatch, split_sum, "_sum_kernel")
     for columns in (64, 1024):
         product(randn(3, columns, dtype=dtype), randn(16, columns, dtype=dtype))
-    *forms, total = module.variants(ModelShapes(64, 9, 3, 64, 1536, 100, dtype=dtype))
-    for launched, variant in zip(launches.seen, forms, strict=True):
+    shapes = ModelShapes(64, 9, 3, 64, 1536, 100, dtype=dtype)
+    forms = [form for form in module.variants(shapes) if "weight" in form.signature]
+    total = next(form for form in module.variants(shapes) if "parts" in form.signature)
+    # In float32 one form serves both.
+    for launched, variant in zip(launches.seen, [forms[0], forms[-1]], strict=True):
         assert_launched_as_compiled(launched, variant)
     (launched,) = sums.seen
     assert_launched_as_compiled(launched, total)

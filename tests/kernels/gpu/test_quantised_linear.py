@@ -142,7 +142,7 @@ def test_what_is_compiled_ahead_is_what_is_launched(
     for rows in (8, 16, 64, 65):
         product(alone, randn(rows, 256, dtype=torch.bfloat16))
         product(packed, randn(rows, 2048, dtype=torch.bfloat16))
-    *forms, plain, scaled = quantised_linear.variants(ModelShapes(2048, 9, 3, 64, 1536, 100))
+    *forms, plain, scaled, _, _ = quantised_linear.variants(ModelShapes(2048, 9, 3, 64, 1536, 100))
     own = [form for form in forms if form.constexprs["FORMAT"] == code_format]
     for launched, variant in zip(launches.seen, own, strict=True):
         assert_launched_as_compiled(launched, variant)
