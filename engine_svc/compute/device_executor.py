@@ -7,6 +7,7 @@ queued while it runs. Decode steps without more to them run as graphs.
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 
 from engine_svc.compute.decode_graphs import DecodeGraphs, capture_graphs
@@ -276,7 +277,9 @@ class DeviceExecutor:
         scored = []
         if not targets.num_top:
             return scored
-        places, token_ids = self._device.upload([targets.kept_places, targets.token_ids])
+        places, token_ids = self._device.upload(
+            [targets.kept_places.astype(np.int32), targets.token_ids]
+        )
         for begin in range(0, len(targets.num_top), MAX_ROWS_AT_ONCE):
             part = slice(begin, begin + MAX_ROWS_AT_ONCE)
             logits = self._model.logits_after(hidden, places[part])

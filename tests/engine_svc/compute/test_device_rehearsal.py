@@ -19,10 +19,14 @@ from engine_svc.compute.executor import Executor
 from engine_svc.compute.graph_rehearsal import CaptureError, CaptureRules
 from engine_svc.planning.step import RowStart, RowStep, SampledToken, SamplingParameters, StepPlan
 from kernels import KernelConfig, Kernels, select_kernels
+from kernels.gpu.ahead_of_time import OPS
+from kernels.gpu.kv_cache import KvFormat
+from kernels.gpu.variant import ModelShapes, Variant
 from tests.fakes.decoding import ExecutorRows, load_tiny_executor
 from tests.fakes.device_decoding import gpu_or_rehearsal, load_device_executor
+from tests.fakes.kernel_launches import KernelLaunches, noting_launches
 from tests.fakes.quick_interpreter import hurry
-from tests.fakes.tiny_models import write_tiny_llama, write_tiny_qwen3
+from tests.fakes.tiny_models import VOCAB_SIZE, write_tiny_llama, write_tiny_qwen3
 
 BLOCKS_PER_ROW = 2
 SEEDED = SamplingParameters(max_tokens=20, seed=3)
@@ -37,7 +41,14 @@ ASKING = SamplingParameters(
     logprobs=True,
     top_logprobs=2,
 )
+# Of the tiny models.
+LLAMA = ModelShapes(64, 4, 2, 16, 96, VOCAB_SIZE)
+QWEN3 = dataclasses.replace(LLAMA, head_dim=32, qk_norm=True)
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11, 12], [9, 8, 7, 77, 50, 30], [40])
+
+
+def variants_of(shapes: ModelShapes) -> list[Variant]:
+    return [variant for op in OPS for variant in op.variants(shapes)]
 
 
 def triton_kernels(device: Device, **config: object) -> Kernels:
@@ -70,7 +81,13 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def device(model_path: Path) -> DeviceExecutor:
+def launches() -> Iterator[KernelLaunches]:
+    with noting_launches() as launches:
+        yield launches
+
+
+@pytest.fixture(scope="module")
+def device(model_path: Path, launches: KernelLaunches) -> DeviceExecutor:
     return load(model_path, 4, weights="float32")
 
 
@@ -97,6 +114,18 @@ def test_the_rehearsal_gives_what_the_cpu_does(device: DeviceExecutor, host: Exe
         expected = ExecutorRows(host, BLOCKS_PER_ROW).run(rows, num_tokens)
         for row in chosen:
             assert_same(actual[row], expected[row])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is interpreted")
+def test_all_that_a_model_s_steps_launch_is_compiled_ahead(
+    device: DeviceExecutor, launches: KernelLaunches
+) -> None:
+    # By then the largest step has run, and graphs of several sizes were captured.
+    shapes = dataclasses.replace(LLAMA, dtype=torch.float32, kv_format=KvFormat.FLOAT32)
+    start = RowStart(0, PROMPTS[0], 8, SEEDED, [0])
+    device.execute(StepPlan([start], [RowStep(0, 0, 8, [], True)]))
+    assert len(launches) > 12
+    assert launches.not_among(variants_of(shapes)) == []
 
 
 def test_a_graph_gives_what_its_ops_do_whatever_is_staged(device: DeviceExecutor) -> None:
@@ -154,15 +183,20 @@ def test_no_step_waits_for_the_device_whatever_its_rows_ask_for(
 @pytest.mark.parametrize(
     "config",
     [
-        {"weights": "bfloat16", "kv": "fp8"},
-        {"weights": "int8", "kv": "int8", "batch_invariant": True},
+        {"weights": "bfloat16", "kv": "fp8", "batch_invariant": True},
+        {"weights": "int8", "kv": "int8"},
     ],
     ids=lambda config: "-".join(map(str, config.values())),
 )
-def test_other_types_keep_the_rules_too(tmp_path: Path, config: dict[str, object]) -> None:
-    device = load(write_tiny_qwen3(tmp_path), 1, **config)
-    (tokens,) = ExecutorRows(device, BLOCKS_PER_ROW).run({0: (PROMPTS[0], GREEDY)}, 2).values()
+def test_other_types_keep_the_rules_too_and_are_compiled_ahead(
+    tmp_path: Path, config: dict[str, object]
+) -> None:
+    with noting_launches() as launches:
+        device = load(write_tiny_qwen3(tmp_path), 1, **config)
+        (tokens,) = ExecutorRows(device, BLOCKS_PER_ROW).run({0: (PROMPTS[0], GREEDY)}, 2).values()
     assert all(token.error is None for token in tokens)
+    shapes = dataclasses.replace(QWEN3, kv_format=KvFormat(config["kv"]))
+    assert launches.not_among(variants_of(shapes)) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a capture has errors of its own")
