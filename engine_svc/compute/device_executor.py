@@ -161,7 +161,7 @@ class DeviceExecutor:
                 self._batch,
                 self._model.logits,
                 self._sampler,
-                config.max_num_seqs,
+                min(config.max_num_seqs, config.max_num_batched_tokens),
                 max_graph_bytes(free),
                 ranks,
             )

@@ -29,7 +29,10 @@ def test_a_step_too_small_for_the_batch_is_refused_before_anything_is_loaded() -
     assert load("--max-num-batched-tokens", "16", "--max-num-seqs", "16").max_num_seqs == 16
 
 
-@pytest.mark.parametrize("arguments", [("--dtype", "float8"), ("--block-size", "0")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("--dtype", "float8"), ("--block-size", "0"), ("--device", "tpu"), ("--kv-dtype", "int4")],
+)
 def test_values_out_of_range_are_refused(arguments: tuple[str, str]) -> None:
     with pytest.raises(StartupError, match=arguments[0]):
         load(*arguments)
