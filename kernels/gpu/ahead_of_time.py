@@ -7,6 +7,7 @@ a kernel's source or Triton changes.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -50,6 +51,10 @@ MODELS = {
     "heads of 80": ModelShapes(2560, 32, 32, 80, 6912, 50304),
     "heads of 256": ModelShapes(2048, 8, 1, 256, 16384, 256000),
 }
+
+
+# Results between two writings of the cache.
+_WRITTEN_EVERY = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,54 +109,58 @@ def _form(variant: Variant) -> object:
 
 def compile_all(num_workers: int, cache: Path, wanted: str = "") -> list[Form]:
     """Every variant whose label has `wanted` in it, for each device that has its types."""
-    variants = all_variants()
-    pairs = [
-        (index, device)
-        for device in DEVICES
-        for index, variant in enumerate(variants)
-        if is_for(variant, device) and wanted in variant.label
-    ]
-    digests = [digest(variants[index], device) for index, device in pairs]
+    pairs = {key: pair for key, pair in _pairs().items() if wanted in pair[0].label}
     known = read_cache(cache)
-    missing = {key: pair for key, pair in zip(digests, pairs, strict=True) if key not in known}
-    known |= _compile_in_workers(missing, num_workers)
+    missing = [key for key in pairs if key not in known]
+    with contextlib.closing(_compile_in_workers(missing, num_workers)) as results:
+        for count, (key, compiled) in enumerate(results, start=1):
+            known[key] = compiled
+            # What is done stays, should the rest be interrupted.
+            if count % _WRITTEN_EVERY == 0:
+                write_cache(cache, known)
     if missing:
-        write_cache(cache, known if wanted else {key: known[key] for key in digests})
-    return [
-        Form(variants[index], device, known[key])
-        for key, (index, device) in zip(digests, pairs, strict=True)
-    ]
+        write_cache(cache, known if wanted else {key: known[key] for key in pairs})
+    return [Form(variant, device, known[key]) for key, (variant, device) in pairs.items()]
 
 
 def is_for(variant: Variant, device: Device) -> bool:
     return variant.needs <= device.types and device.name in (variant.devices or {device.name})
 
 
-def _compile_in_workers(
-    pairs: Mapping[str, tuple[int, Device]], num_workers: int
-) -> dict[str, Compiled]:
-    if not pairs:
-        return {}
+def _pairs() -> dict[str, tuple[Variant, Device]]:
+    """Every variant with each device that it is for, by their digest."""
+    return {
+        digest(variant, device): (variant, device)
+        for device in DEVICES
+        for variant in all_variants()
+        if is_for(variant, device)
+    }
+
+
+def _compile_in_workers(keys: Sequence[str], num_workers: int) -> Iterator[tuple[str, Compiled]]:
+    if not keys:
+        return
     with tempfile.TemporaryDirectory(prefix="tokenline-") as directory:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(num_workers, context, _start_worker, (directory,)) as workers:
-            return dict(zip(pairs, workers.map(_compile_one, pairs.values()), strict=True))
+            yield from zip(keys, workers.map(_compile_one, keys), strict=True)
 
 
 class _Worker:
     """What a worker process keeps: the variants, which are too tied to modules to be sent."""
 
-    variants: Sequence[Variant] = ()
+    pairs: Mapping[str, tuple[Variant, Device]] = {}
 
 
 def _start_worker(directory: str) -> None:
     knobs.cache.dir = directory
-    _Worker.variants = all_variants()
+    _Worker.pairs = _pairs()
 
 
-def _compile_one(pair: tuple[int, Device]) -> Compiled:
-    index, device = pair
-    return compile_variant(_Worker.variants[index], device)
+def _compile_one(key: str) -> Compiled:
+    if key not in _Worker.pairs:
+        raise RuntimeError("a kernel's source has changed since this began")
+    return compile_variant(*_Worker.pairs[key])
 
 
 def cache_path() -> Path:
@@ -195,6 +204,8 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
+    if knobs.runtime.interpret:
+        parser.error("with TRITON_INTERPRET set nothing is compiled")
     forms = compile_all(arguments.workers, cache_path(), arguments.only)
     if arguments.json:
         print(json.dumps([_described(form) for form in forms]))

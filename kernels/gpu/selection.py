@@ -49,11 +49,18 @@ def _check_device(device: torch.device, config: KernelConfig, is_interpreted: bo
         )
     if is_interpreted:
         raise ValueError(f"with {INTERPRETED}=1 kernels run on the CPU: unset it for {device}")
-    if torch.version.hip:
-        return
     capability = torch.cuda.get_device_capability(device)
-    name = f"{torch.cuda.get_device_name(device)}, of compute capability {capability}"
-    if capability < _OLDEST_CAPABILITY:
-        raise ValueError(f"{name}, is too old: bfloat16 needs {_OLDEST_CAPABILITY}")
-    if "fp8" in (config.weights, config.kv) and capability < _FP8_CAPABILITY:
-        raise ValueError(f"{name}, has no fp8")
+    is_amd = torch.version.hip is not None
+    name = torch.cuda.get_device_name(device)
+    if not is_amd and capability < _OLDEST_CAPABILITY:
+        raise ValueError(
+            f"{name} has compute capability {_dotted(capability)}; "
+            f"bfloat16 needs {_dotted(_OLDEST_CAPABILITY)}"
+        )
+    # AMD's fp8 of the time is another type, without negative zero.
+    if "fp8" in (config.weights, config.kv) and (is_amd or capability < _FP8_CAPABILITY):
+        raise ValueError(f"{name} has no fp8 (e4m3)")
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

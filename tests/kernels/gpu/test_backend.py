@@ -259,6 +259,26 @@ def test_no_result_takes_new_memory_once_the_largest_step_has_run(device, randn)
     assert kernels.buffers.num_bytes == num_bytes
 
 
+@pytest.mark.parametrize(
+    ("capability", "hip", "weights", "reason"),
+    [
+        ((7, 5), None, "auto", "has compute capability 7.5; bfloat16 needs 8.0"),
+        ((8, 0), None, "fp8", r"has no fp8 \(e4m3\)"),
+        ((9, 4), "6.4", "fp8", r"has no fp8 \(e4m3\)"),
+    ],
+)
+def test_what_a_gpu_does_not_have_is_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capability, hip, weights, reason
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
+    with pytest.raises(ValueError, match=f"A card {reason}"):
+        select_kernels(torch.device("cuda"), KernelConfig(weights))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is wrong where there is no GPU")
 def test_what_is_missing_for_a_gpu_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="there is no device cuda: this build of torch"):
