@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu import split_attention
+from kernels.gpu import merged_attention, split_attention
 from kernels.gpu.attention_call import AttentionCall, Scratch, form_constexprs, form_variant
 from kernels.gpu.attention_loop import (
     attend,
@@ -165,6 +165,7 @@ def variants(shapes: ModelShapes) -> Iterator[Variant]:
         *(shapes.num_heads, shapes.num_kv_heads, shapes.head_dim, shapes.block_size),
         *(shapes.dtype, shapes.kv_format, shapes.sliding_window),
     )
+    yield from merged_attention.merge_variants(form)
     for name, device in ATTENTION_DEVICES.items():
         for batch_invariant in (False, True):
             tiles = _tiles(form, device, batch_invariant)

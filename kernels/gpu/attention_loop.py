@@ -63,16 +63,19 @@ def splits_in_sight(
     seq_len, num_splits, TILE: tl.constexpr, WINDOW: tl.constexpr, SPLIT_TILES: tl.constexpr,
     MIN_TILES: tl.constexpr,
 ):  # fmt: skip
-    """Tiles [first, last) in sight of the last query, the tile that split 0 begins at, the tiles
-    of a split, and the splits [first, last) that hold any."""
+    """How the keys of a sequence's last query are split.
+
+    Returns the tiles [first, last) in sight, where split 0 begins, the tiles of a split, and the
+    splits [first, last) to compute: with SPLIT_TILES those that hold any tile in sight, else all,
+    of which the last may be empty.
+    """
     first_tile, last_tile = tiles_in_sight(seq_len - 1, seq_len - 1, TILE, WINDOW)
     if SPLIT_TILES > 0:
         first_split = first_tile // SPLIT_TILES
         return first_tile, last_tile, 0, SPLIT_TILES, first_split, tl.cdiv(last_tile, SPLIT_TILES)
     else:
-        num_tiles = last_tile - first_tile
-        per_split = tl.maximum(tl.cdiv(num_tiles, num_splits), MIN_TILES)
-        return first_tile, last_tile, first_tile, per_split, 0, tl.cdiv(num_tiles, per_split)
+        per_split = tl.maximum(tl.cdiv(last_tile - first_tile, num_splits), MIN_TILES)
+        return first_tile, last_tile, first_tile, per_split, 0, num_splits
 
 
 @triton.jit

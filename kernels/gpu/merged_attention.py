@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.attention_call import AttentionCall
-from kernels.gpu.attention_loop import attended, merge_states, splits_in_sight, table_row_of
-from kernels.gpu.attention_plan import FIXED_SPLIT_KEYS, MIN_SPLIT_KEYS
-from kernels.gpu.attention_tiles import AttentionForm, AttentionTiles
+from kernels.gpu.attention_loop import attended, merge_states, table_row_of, tiles_in_sight
+from kernels.gpu.attention_plan import FIXED_SPLIT_KEYS
+from kernels.gpu.attention_tiles import AttentionForm
 from kernels.gpu.pointer_types import pointer_type
 from kernels.gpu.variant import Variant
 
@@ -28,26 +28,19 @@ _MERGED_ELEMENTS = 4096
 _SMALLEST_SLICE = 32
 
 
-@triton.jit(do_not_specialize=["num_splits", "has_rows"])
+@triton.jit(do_not_specialize=["num_splits"])
 def _merge_kernel(
-    out, partial_sums, partial_states, cu_seqlens, seq_lens, rows, num_splits, has_rows, out_stride,
-    HEAD_DIM: tl.constexpr, SLICE: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, SPLIT_TILES: tl.constexpr, MIN_TILES: tl.constexpr,
+    out, partial_sums, partial_states, cu_seqlens, num_splits, out_stride, HEAD_DIM: tl.constexpr,
+    SLICE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     sequence = tl.program_id(2)
     token = tl.load(cu_seqlens + sequence)
-    num_queries = tl.load(cu_seqlens + sequence + 1) - token
-    seq_len = tl.load(seq_lens + table_row_of(sequence, rows, has_rows)).to(tl.int32)
-    if num_queries != 1:
+    if tl.load(cu_seqlens + sequence + 1) - token != 1:
         return
-    _, _, _, _, _, last_split = splits_in_sight(
-        seq_len, num_splits, TILE, WINDOW, SPLIT_TILES, MIN_TILES
-    )
-
     split = tl.arange(0, SPLITS)
     places = (sequence.to(tl.int64) * tl.num_programs(0) + head) * num_splits + split
-    is_split = split < last_split
+    is_split = split < num_splits
     best = tl.load(partial_states + places * 2, mask=is_split, other=float("-inf"))
     total = tl.load(partial_states + places * 2 + 1, mask=is_split, other=0.0)
     dims = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
@@ -66,8 +59,8 @@ def _merge_kernel(
 @triton.jit(do_not_specialize=["num_splits", "has_rows"])
 def _merge_in_turn_kernel(
     out, partial_sums, partial_states, cu_seqlens, seq_lens, rows, num_splits, has_rows, out_stride,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    SPLIT_TILES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WINDOW: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     sequence = tl.program_id(2)
@@ -76,9 +69,7 @@ def _merge_in_turn_kernel(
     seq_len = tl.load(seq_lens + table_row_of(sequence, rows, has_rows)).to(tl.int32)
     if num_queries != 1:
         return
-    _, _, _, _, first_split, last_split = splits_in_sight(
-        seq_len, num_splits, TILE, WINDOW, SPLIT_TILES, 1
-    )
+    first_split, last_split = tiles_in_sight(seq_len - 1, seq_len - 1, SPLIT_KEYS, WINDOW)
     dims = tl.arange(0, PADDED_DIM)[None, :]
     best = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
@@ -104,21 +95,19 @@ def _merge_in_turn_kernel(
 
 
 def merge(
-    call: AttentionCall,
-    partials: tuple[Tensor, Tensor],
-    tiles: AttentionTiles,
-    num_splits: int,
-    batch_invariant: bool,
+    call: AttentionCall, partials: tuple[Tensor, Tensor], num_splits: int, batch_invariant: bool
 ) -> None:
     """Writes the rows of sequences of one query."""
     form, plan = call.form, call.plan
-    choice = _choose(form, tiles, num_splits, batch_invariant)
+    cu_seqlens, seq_lens, rows, _ = call.layout_arguments()
+    choice = _choose(form, num_splits, batch_invariant)
+    layout = (cu_seqlens, seq_lens, rows) if batch_invariant else (cu_seqlens,)
+    counts = (num_splits, int(plan.rows is not None)) if batch_invariant else (num_splits,)
     choice.kernel[(form.num_heads, choice.num_slices, plan.num_sequences)](
         call.out,
         *partials,
-        *call.layout_arguments()[:3],
-        num_splits,
-        int(plan.rows is not None),
+        *layout,
+        *counts,
         call.out.stride(0),
         **choice.constexprs,
         num_warps=choice.num_warps,
@@ -135,41 +124,35 @@ class _Choice:
     constexprs: dict[str, object]
 
 
-def _choose(
-    form: AttentionForm, tiles: AttentionTiles, num_splits: int, batch_invariant: bool
-) -> _Choice:
+def _choose(form: AttentionForm, num_splits: int, batch_invariant: bool) -> _Choice:
     padded_dim = triton.next_power_of_2(form.head_dim)
-    constexprs = {
-        "HEAD_DIM": form.head_dim,
-        "TILE": tiles.keys,
-        "WINDOW": form.sliding_window,
-        "SPLIT_TILES": FIXED_SPLIT_KEYS // tiles.keys if batch_invariant else 0,
-    }
+    constexprs: dict[str, object] = {"HEAD_DIM": form.head_dim}
     if batch_invariant:
-        return _Choice(_merge_in_turn_kernel, 1, 1, constexprs | {"PADDED_DIM": padded_dim})
+        constexprs |= {"PADDED_DIM": padded_dim, "WINDOW": form.sliding_window}
+        constexprs |= {"SPLIT_KEYS": FIXED_SPLIT_KEYS}
+        return _Choice(_merge_in_turn_kernel, 1, 1, constexprs)
     room = next(room for room in _MERGED_ROOMS if room >= num_splits)
     width = min(padded_dim, max(_MERGED_ELEMENTS // room, _SMALLEST_SLICE))
-    constexprs |= {"SLICE": width, "SPLITS": room, "MIN_TILES": MIN_SPLIT_KEYS // tiles.keys}
+    constexprs |= {"SLICE": width, "SPLITS": room}
     return _Choice(_merge_kernel, triton.cdiv(form.head_dim, width), 4, constexprs)
 
 
-def merge_variants(
-    form: AttentionForm, tiles: AttentionTiles, device_name: str, batch_invariant: bool
-) -> Iterator[Variant]:
-    """For any number of splits."""
-    for num_splits in (0,) if batch_invariant else _MERGED_ROOMS:
-        choice = _choose(form, tiles, num_splits, batch_invariant)
-        label = "attention merged " + ("in turn" if batch_invariant else f"of {num_splits}")
+def merge_variants(form: AttentionForm) -> Iterator[Variant]:
+    """For any number of splits, on any device."""
+    for num_splits in (*_MERGED_ROOMS, 0):
+        batch_invariant = num_splits == 0
+        choice = _choose(form, num_splits, batch_invariant)
+        layout = ("cu_seqlens", "seq_lens", "rows") if batch_invariant else ("cu_seqlens",)
+        counts = ("num_splits", "has_rows") if batch_invariant else ("num_splits",)
         signature = {"out": pointer_type(form.dtype)}
         signature |= dict.fromkeys(("partial_sums", "partial_states"), "*fp32")
-        signature |= dict.fromkeys(("cu_seqlens", "seq_lens", "rows"), "*i32")
-        signature |= dict.fromkeys(("num_splits", "has_rows", "out_stride"), "i32")
+        signature |= dict.fromkeys(layout, "*i32")
+        signature |= dict.fromkeys((*counts, "out_stride"), "i32")
         yield Variant(
             choice.kernel,
-            f"{label}, {form}",
+            f"attention merged {'in turn' if batch_invariant else f'of {num_splits}'}, {form}",
             signature,
             choice.constexprs,
             choice.num_warps,
             divisible_by_16=("out_stride",),
-            devices=frozenset({device_name}),
         )

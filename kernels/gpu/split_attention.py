@@ -137,7 +137,7 @@ def attend_single(
         num_stages=tiles.num_stages,
     )
     if num_splits > 1:
-        merged_attention.merge(call, partials, tiles, num_splits, batch_invariant)
+        merged_attention.merge(call, partials, num_splits, batch_invariant)
 
 
 def _tiles(form: AttentionForm, device: AttentionDevice, batch_invariant: bool) -> AttentionTiles:
@@ -156,7 +156,7 @@ def _constexprs(
 def split_variants(
     form: AttentionForm, device: AttentionDevice, device_name: str, batch_invariant: bool
 ) -> Iterator[Variant]:
-    """All that sequences of one query are computed by."""
+    """What sequences of one query are computed by."""
     tiles = _tiles(form, device, batch_invariant)
     kind = ", batch-invariant" * batch_invariant
     split = form_variant(
@@ -166,4 +166,3 @@ def split_variants(
     )
     partials = {"partial_sums": "*fp32", "partial_states": "*fp32"}
     yield replace(split, signature={**split.signature, **partials})
-    yield from merged_attention.merge_variants(form, tiles, device_name, batch_invariant)
