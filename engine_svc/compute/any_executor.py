@@ -38,7 +38,13 @@ def load_executor(
     kernels = chosen_kernels(config, torch_device, num_threads)
     torch.set_num_threads(num_threads)
     device = CudaDevice(torch_device) if is_cuda else HostDevice(checks_graphs=True)
-    return DeviceExecutor.load(model, config, device, kernels, report, num_threads, ranks)
+    try:
+        return DeviceExecutor.load(model, config, device, kernels, report, num_threads, ranks)
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition("\n")[0]
+        raise StartupError(
+            f"not enough memory on {torch_device} for the model and its largest step: {reason}"
+        ) from error
 
 
 def device_of_rank(config: ExecutorConfig, rank: int) -> torch.device:

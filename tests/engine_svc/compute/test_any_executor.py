@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine_svc.compute.any_executor import load_executor
+from engine_svc.compute.device_executor import DeviceExecutor
 from engine_svc.compute.executor import Executor
 from engine_svc.compute.executor_config import ExecutorConfig
 from protos.wire.errors import StartupError
@@ -41,4 +42,17 @@ def test_without_a_gpu_auto_is_the_cpu(model_path: Path) -> None:
 def test_a_gpu_that_is_not_there_is_missed_in_one_line(model_path: Path) -> None:
     with pytest.raises(StartupError, match="there is no device cuda") as caught:
         load(model_path, device="cuda")
+    assert "\n" not in str(caught.value)
+
+
+@no_gpu
+def test_a_model_that_the_device_cannot_hold_is_refused_in_one_line(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_too_much(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 TiB.\nSee also: …")
+
+    monkeypatch.setattr(DeviceExecutor, "load", load_too_much)
+    with pytest.raises(StartupError, match=r"memory on cpu .* allocate 2 TiB\.$") as caught:
+        load(model_path, cpu_kernels="triton", dtype="float32")
     assert "\n" not in str(caught.value)
