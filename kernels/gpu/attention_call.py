@@ -5,6 +5,7 @@ Kernels are launched and compiled ahead through the same functions.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ _TRITON_TYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AttentionCall:
     """The arguments of `paged_attention`, checked."""
 
@@ -49,7 +50,7 @@ class AttentionCall:
         assert self.plan.block_size == self.kv_layer.block_size
         assert self.scale > 0
 
-    @property
+    @cached_property
     def form(self) -> AttentionForm:
         kv_layer = self.kv_layer
         return AttentionForm(
