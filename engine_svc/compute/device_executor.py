@@ -23,7 +23,7 @@ from engine_svc.compute.launched_step import LaunchedStep
 from engine_svc.compute.loading import load_decoder, max_model_len_of, sampling_kernels
 from engine_svc.compute.memory import format_bytes, num_host_blocks
 from engine_svc.compute.model.sharded_source import shard_of
-from engine_svc.compute.model.weights import open_source
+from engine_svc.compute.model.weights import WeightFiles, open_source
 from engine_svc.compute.persistent_batch import PromptTargets
 from engine_svc.compute.prompt_scoring import MAX_ROWS_AT_ONCE
 from engine_svc.compute.ranks import ONE_RANK, Ranks
@@ -34,10 +34,7 @@ from kernels import Kernels
 
 
 class DeviceExecutor:
-    """Owns a model on a device, its KV cache and the rows of the running batch.
-
-    Used by one thread.
-    """
+    """Owns a model on a device, its KV cache and the rows of the batch. Used by one thread."""
 
     max_steps_in_flight = 2
 
@@ -75,8 +72,23 @@ class DeviceExecutor:
         `report` gets a line now and then. StartupError says in one line what is wrong with the
         model or why there is not enough memory for it.
         """
+        files = open_source(model)
+        return cls.of_files(files, config, device, kernels, report, num_threads, ranks)
+
+    @classmethod
+    def of_files(
+        cls,
+        files: WeightFiles,
+        config: ExecutorConfig,
+        device: Device,
+        kernels: Kernels,
+        report: Callable[[str], None],
+        num_threads: int = 1,
+        ranks: Ranks = ONE_RANK,
+    ) -> "DeviceExecutor":
+        """As `load`, of a model that is open."""
         report(kernels.description)
-        source, vocab = shard_of(open_source(model), ranks.rank, ranks.size)
+        source, vocab = shard_of(files, ranks.rank, ranks.size)
         model_config = source.config
         max_model_len = max_model_len_of(config, model_config)
         num_blocks = 0
