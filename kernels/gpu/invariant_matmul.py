@@ -6,8 +6,7 @@ the shape. The columns lie in parts that are cut by the weight's shape alone. Ea
 from zero, and parts are added in order: one program adds its parts itself, or, where there are few
 rows, parts have programs of their own and split_sum.py adds them in the same order.
 
-A program takes one tile after the other (persistent): row tiles in groups, outputs inside, so that
-what programs read at about the same time stays in the device's cache.
+A program takes one tile after the other (persistent), in the order of tile_order.py.
 """
 
 from collections.abc import Iterator
@@ -22,11 +21,11 @@ from kernels.gpu.linear_tiles import INVARIANT_DENSE_TILE as TILE
 from kernels.gpu.linear_tiles import LinearDevice, choose_parts
 from kernels.gpu.pointer_types import pointer_type
 from kernels.gpu.split_sum import Scratch, sum_parts, sum_variant
+from kernels.gpu.tile_order import tile_place
 from kernels.gpu.variant import ModelShapes, Variant
 
 # Of a step, whatever the type: 64 columns of 16 bits.
 _STEP_BYTES = 128
-_ROW_TILES_PER_GROUP = 16
 # As many programs fit a processor's shared memory and registers.
 _PROGRAMS_PER_PROCESSOR = 2
 # Arguments that a compiled kernel takes any value of.
@@ -36,22 +35,12 @@ _COUNTS = ["num_rows", "num_parts", "steps_per_part", "parts_per_program", "is_s
 _INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
 
 
-@triton.jit
-def _tile_place(tile, num_row_tiles, num_output_tiles, GROUP: tl.constexpr):
-    """Row tile and output tile of tile number `tile`."""
-    group_size = GROUP * num_output_tiles
-    first_row_tile = tile // group_size * GROUP
-    group_rows = tl.minimum(num_row_tiles - first_row_tile, GROUP)
-    inside = tile % group_size
-    return first_row_tile + inside % group_rows, inside // group_rows
-
-
 @triton.jit(do_not_specialize=_COUNTS)
 def _matmul_kernel(
     x, weight, bias, out, num_rows, num_outputs, num_columns, num_parts, steps_per_part,
     parts_per_program, is_spread, x_stride, weight_stride, out_stride,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    GROUP: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     OPERAND: tl.constexpr = tl.float32 if _INTERPRETED else x.dtype.element_ty
     num_row_tiles = tl.cdiv(num_rows, BLOCK_ROWS)
@@ -63,9 +52,7 @@ def _matmul_kernel(
     for item in range(
         tl.program_id(0), num_tiles * (num_parts // parts_per_program), tl.num_programs(0)
     ):
-        row_tile, output_tile = _tile_place(
-            item % num_tiles, num_row_tiles, num_output_tiles, GROUP
-        )
+        row_tile, output_tile = tile_place(item % num_tiles, num_row_tiles, num_output_tiles)
         first_part = item // num_tiles * parts_per_program
         rows = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         outputs = output_tile * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
@@ -149,7 +136,6 @@ def _constexprs(dtype: torch.dtype) -> dict[str, int]:
         "BLOCK_ROWS": TILE.rows,
         "BLOCK_OUTPUTS": TILE.outputs,
         "BLOCK_COLUMNS": _STEP_BYTES // dtype.itemsize,
-        "GROUP": _ROW_TILES_PER_GROUP,
         "STAGES": TILE.num_stages,
     }
 

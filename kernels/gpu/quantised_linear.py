@@ -40,6 +40,7 @@ from kernels.gpu.packed_weight import CodeFormat, PackedMatrix
 from kernels.gpu.pointer_types import pointer_type
 from kernels.gpu.quantised_groups import eight_bit_numbers, four_bit_numbers, group_scale
 from kernels.gpu.split_sum import Scratch, sum_parts, sum_variant
+from kernels.gpu.tile_order import tile_place
 from kernels.gpu.variant import ModelShapes, Variant
 
 _TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
@@ -48,7 +49,7 @@ _COUNTS = ["num_rows", "num_steps", "steps_per_part", "parts_per_program", "is_s
 # Triton's interpreter multiplies matrices of bfloat16 as if they were integers; converted to
 # float32 they are what they were.
 _INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
-# Columns that a product in float32 has at least.
+# Columns that a product in float32 has at least, by the compiler's version.
 _SUMMED: tl.constexpr = tl.constexpr(8 if _TRITON >= (3, 8) else 16)
 # Devices, by their names in compilation.py, that the smallest and the largest tile are for.
 _NVIDIA = ("sm_80", "sm_90")
@@ -131,9 +132,11 @@ def _linear_kernel(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     OPERAND: tl.constexpr = tl.float32 if _INTERPRETED else x.dtype.element_ty
-    num_row_tiles = tl.cdiv(num_rows, BLOCK_ROWS)
-    rows = tl.program_id(0) % num_row_tiles * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    outputs = tl.program_id(0) // num_row_tiles * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+    row_tile, output_tile = tile_place(
+        tl.program_id(0), tl.cdiv(num_rows, BLOCK_ROWS), tl.cdiv(num_outputs, BLOCK_OUTPUTS)
+    )
+    rows = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    outputs = output_tile * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     # Rows of a tile beyond the last compute what the last does, and are not stored.
     x += tl.minimum(rows, num_rows - 1).to(tl.int64) * x_stride
     out += tl.program_id(1).to(tl.int64) * num_rows * out_stride
