@@ -108,7 +108,7 @@ def attention_device(device: torch.device) -> AttentionDevice:
 def query_tiles(form: AttentionForm, device: AttentionDevice) -> AttentionTiles:
     """For sequences of several queries: rows enough that matrix units wait for no keys."""
     if form.product_dtype == torch.float32:
-        return _float32_tiles(form)
+        return _float32_tiles(form, device)
     if _is_small(device):
         return _tiles(form, 64, 32, 4, 1)
     if _is_medium(device):
@@ -120,7 +120,7 @@ def query_tiles(form: AttentionForm, device: AttentionDevice) -> AttentionTiles:
 def decode_tiles(form: AttentionForm, device: AttentionDevice) -> AttentionTiles:
     """For sequences of one query: as few rows as matrix units multiply, much in flight."""
     if form.product_dtype == torch.float32:
-        return _float32_tiles(form)
+        return _float32_tiles(form, device)
     if _is_small(device):
         return _tiles(form, 16, 32, 4, 1)
     if form.is_wide:
@@ -134,7 +134,7 @@ def decode_tiles(form: AttentionForm, device: AttentionDevice) -> AttentionTiles
 def invariant_tiles(form: AttentionForm, device: AttentionDevice) -> AttentionTiles:
     """For all sequences in batch-invariant mode; a program holds two states."""
     if form.product_dtype == torch.float32:
-        return _float32_tiles(form)
+        return _float32_tiles(form, device)
     if _is_small(device):
         return _tiles(form, 32, 16, 8, 1) if form.is_wide else _tiles(form, 64, 32, 8, 1)
     if _is_medium(device):
@@ -142,9 +142,10 @@ def invariant_tiles(form: AttentionForm, device: AttentionDevice) -> AttentionTi
     return _tiles(form, 32 if form.is_wide else 64, 32, 8, 3)
 
 
-def _float32_tiles(form: AttentionForm) -> AttentionTiles:
+def _float32_tiles(form: AttentionForm, device: AttentionDevice) -> AttentionTiles:
     """For products that matrix units do not compute exactly."""
-    return _tiles(form, 16, 16, 8, 1)
+    is_tight = form.is_wide or not _is_medium(device)
+    return _tiles(form, 16, 16, 4, 1) if is_tight else _tiles(form, 16, 32, 8, 1)
 
 
 def _tiles(
