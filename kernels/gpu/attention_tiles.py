@@ -123,12 +123,9 @@ def decode_tiles(form: AttentionForm, device: AttentionDevice) -> AttentionTiles
         return _float32_tiles(form, device)
     if _is_small(device):
         return _tiles(form, 16, 32, 4, 1)
-    if form.is_wide:
-        is_tight = form.kv_format.has_scales or _is_medium(device)
-        return _tiles(form, 16, 16, 4, 4) if is_tight else _tiles(form, 16, 32, 4, 3)
-    if form.kv_format.has_scales:
-        return _tiles(form, 16, 32, 4, 4)
-    return _tiles(form, 16, 64, 4, 3)
+    if form.kv_format.has_scales or _is_medium(device):
+        return _tiles(form, 16, 16 if form.is_wide else 32, 4, 4)
+    return _tiles(form, 16, 32 if form.is_wide else 64, 4, 3)
 
 
 def invariant_tiles(form: AttentionForm, device: AttentionDevice) -> AttentionTiles:
@@ -144,8 +141,7 @@ def invariant_tiles(form: AttentionForm, device: AttentionDevice) -> AttentionTi
 
 def _float32_tiles(form: AttentionForm, device: AttentionDevice) -> AttentionTiles:
     """For products that matrix units do not compute exactly."""
-    is_tight = form.is_wide or not _is_medium(device)
-    return _tiles(form, 16, 16, 4, 1) if is_tight else _tiles(form, 16, 32, 8, 1)
+    return _tiles(form, 16, 16, 8 if _is_medium(device) and not form.is_wide else 4, 1)
 
 
 def _tiles(
