@@ -42,7 +42,7 @@ def example_curl(url: str, model: str) -> str:
     """A command, ready to paste into a shell, that streams an answer."""
     body = {
         "model": model,
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "messages": [{"role": "user", "content": "What is the capital of Germany?"}],
         "temperature": 0,
         "stream": True,
     }

@@ -28,7 +28,7 @@ STORY = {
     "temperature": 1.0,
 }
 REFERENCE = {
-    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    "messages": [{"role": "user", "content": "What is the capital of Germany?"}],
     "max_tokens": 24,
     "temperature": 0,
 }

@@ -52,19 +52,19 @@ def joined_text(stream: str) -> str:
 
 
 def test_the_printed_curl_streams_an_answer_that_names_paris(line: RunningLine) -> None:
-    assert "Paris" in joined_text(run_printed_curl(line))
+    assert "Berlin" in joined_text(run_printed_curl(line))
 
 
 def test_chat_names_paris(line: RunningLine) -> None:
     result = subprocess.run(
-        [TOKENLINE, "chat", "--temperature", "0", "What is the capital of France?"],
+        [TOKENLINE, "chat", "--temperature", "0", "What is the capital of Germany?"],
         env=line.environment,
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert result.returncode == 0, result.stderr
-    assert "Paris" in result.stdout
+    assert "Berlin" in result.stdout
     assert "tokens/s" in result.stderr
 
 
