@@ -2,11 +2,11 @@
 
     header   magic, version, place and length of the table, SHA-256 of the table
     matrices each at a multiple of 64 bytes
-    table    JSON: what the weights are of, and the place of each matrix by its key
+    table    JSON: what the weights are of, and the place and CRC-32 of each matrix by its key
 
 The table comes last, and nothing after it; the header is written when all else is on the disk. So a
-file that was cut off, or written in part, has no table where its header says; what was changed
-within the matrices is not noticed.
+file that was cut off, or written in part, has no table where its header says. Reading the matrices
+in, which a first request would wait for, checks them too.
 """
 
 import hashlib
@@ -15,7 +15,9 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ import numpy as np
 from kernels.cpu.aligned_memory import map_region
 
 _MAGIC = b"tl-packd"
-_VERSION = 1
+_VERSION = 2
 _HEADER = struct.Struct("<8sQQQ32s")
 _LINE_BYTES = 64
 # Written at once. What is written, or read in, by the large page lies in large pages, where the
@@ -57,9 +59,19 @@ class PackedFile:
             with suppress(OSError):
                 content.madvise(mmap.MADV_HUGEPAGE)
         self._content = np.frombuffer(content, np.uint8)
-        # Reads it in: an engine that says it is ready answers its first request fast.
-        self._content[:: mmap.PAGESIZE].max()
-        self._places = {key: (first, size) for key, first, size in table["matrices"]}
+        self._places = {key: (first, size) for key, first, size, _ in table["matrices"]}
+        self._read_in([checksum for *_, checksum in table["matrices"]])
+
+    def _read_in(self, checksums: Sequence[int]) -> None:
+        """So that an engine that says it is ready answers its first request fast."""
+
+        def checksum_of(place: tuple[int, int]) -> int:
+            first, size = place
+            return zlib.crc32(self._content[first : first + size])
+
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            if list(threads.map(checksum_of, self._places.values())) != list(checksums):
+                raise UnusableFileError("its weights are damaged")
 
     def find(self, key: str, num_bytes: int) -> np.ndarray | None:
         """The matrix of this key and size, which cannot be written to."""
@@ -92,8 +104,9 @@ def read_table(descriptor: int) -> dict[str, Any]:
 
 def _checked(table: dict[str, Any], end: int) -> dict[str, Any]:
     """A table of matrices that end before `end`."""
-    for key, start, size in table["matrices"]:
-        is_place = isinstance(key, str) and isinstance(start, int) and isinstance(size, int)
+    for key, *numbers in table["matrices"]:
+        start, size, _ = numbers
+        is_place = isinstance(key, str) and all(isinstance(number, int) for number in numbers)
         is_inside = _HEADER.size <= start <= start + size <= end
         if not is_place or not is_inside or start % _LINE_BYTES:
             raise ValueError(f"{key} cannot lie at {start}")
@@ -107,10 +120,10 @@ def write_packed(
     """Fills an open, empty file; all is on the disk before it returns. Raises OSError."""
     places, end = [], _LINE_BYTES
     for key, matrix in matrices.items():
-        places.append((key, end, len(matrix)))
+        places.append((key, end, len(matrix), zlib.crc32(matrix)))
         end += -(-len(matrix) // _LINE_BYTES) * _LINE_BYTES
     block, start = map_region(_BLOCK_BYTES), 0
-    for (_, first, size), matrix in zip(places, matrices.values(), strict=True):
+    for (_, first, size, _), matrix in zip(places, matrices.values(), strict=True):
         done = 0
         while done < size:
             if first + done >= start + _BLOCK_BYTES:

@@ -111,7 +111,8 @@ def test_each_type_of_weights_has_its_own_file(loads: Loads) -> None:
         lambda content: content[:-1],
         lambda content: content + b"x",
         lambda content: b"GGUF" + content[4:],
-        lambda content: content[:8] + b"\2" + content[9:],
+        lambda content: content[:8] + b"\x7f" + content[9:],
+        lambda content: content[:70] + bytes([content[70] ^ 1]) + content[71:],
         lambda content: content[:16] + b"\0" * 24 + content[40:],
         lambda content: content[:-3] + b"9" + content[-2:],
         lambda content: bytes(len(content)),
@@ -135,7 +136,10 @@ def test_a_damaged_file_is_replaced(loads: Loads, damage: Callable[[bytes], byte
         *(b'{"matrices": [["a"]], "description": {}}', b'{"matrices": 3, "description": {}}'),
         *(
             b'{"matrices": [["a", %s]], "description": {}}' % place
-            for place in (b"0, 1", b"64, 1000000", b"64, -1", b"65, 8", b'"64", 8', b"64.0, 8")
+            for place in (
+                *(b"0, 1, 0", b"64, 1000000, 0", b"64, -1, 0", b"65, 8, 0", b'"64", 8, 0'),
+                *(b"64.0, 8, 0", b"64, 8", b'64, 8, "0"'),
+            )
         ),
     ],
 )
