@@ -112,7 +112,7 @@ def test_each_type_of_weights_has_its_own_file(loads: Loads) -> None:
         lambda content: content + b"x",
         lambda content: b"GGUF" + content[4:],
         lambda content: content[:8] + b"\x7f" + content[9:],
-        lambda content: content[:70] + bytes([content[70] ^ 1]) + content[71:],
+        lambda content: content[:130] + bytes([content[130] ^ 1]) + content[131:],
         lambda content: content[:16] + b"\0" * 24 + content[40:],
         lambda content: content[:-3] + b"9" + content[-2:],
         lambda content: bytes(len(content)),
