@@ -25,6 +25,12 @@ _MISSING_FIELD: Final = re.compile(r"Object missing required field `(?P<name>[^`
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """The whole body. TooLarge at once when it is announced to be over `max_bytes`."""
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise InvalidRequest(
+            f"The body's content-encoding is {encoding[:40]}; send it without one.",
+            code="unsupported_content_encoding",
+        )
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > max_bytes:
         raise _too_large(max_bytes)

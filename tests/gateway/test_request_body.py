@@ -7,9 +7,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
 
 from gateway import request_body
-from gateway.request_body import decode_body, decode_part
+from gateway.request_body import decode_body, decode_part, read_body
 from protos.wire.errors import InvalidRequest
 
 ANYTHING = msgspec.json.Decoder()
@@ -130,3 +131,16 @@ def test_a_part_keeps_keys_that_its_type_does_not_know() -> None:
     typed, normalised = decode_part(b'[ {"number": 1, "more": [2.5]} ]', list[Inner], "parts")
     assert typed == [Inner(1)]
     assert normalised == b'[{"number":1,"more":[2.5]}]'
+
+
+async def test_only_a_body_that_is_sent_as_it_is_is_read() -> None:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    def request(*headers: tuple[bytes, bytes]) -> Request:
+        return Request({"type": "http", "headers": list(headers)}, receive)
+
+    assert await read_body(request(), 100) == b"{}"
+    assert await read_body(request((b"content-encoding", b"Identity")), 100) == b"{}"
+    with pytest.raises(InvalidRequest, match="content-encoding is gzip; send it without one"):
+        await read_body(request((b"content-encoding", b"gzip")), 100)
