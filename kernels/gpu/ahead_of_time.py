@@ -117,9 +117,11 @@ def compile_all(num_workers: int, cache: Path, wanted: str = "") -> list[Form]:
             known[key] = compiled
             # What is done stays, should the rest be interrupted.
             if count % _WRITTEN_EVERY == 0:
-                write_cache(cache, known)
+                write_cache(cache, read_cache(cache) | known)
     if missing:
-        write_cache(cache, known if wanted else {key: known[key] for key in pairs})
+        # Once all is there, what is of older sources goes.
+        kept = read_cache(cache) | known
+        write_cache(cache, kept if wanted else {key: kept[key] for key in pairs})
     return [Form(variant, device, known[key]) for key, (variant, device) in pairs.items()]
 
 

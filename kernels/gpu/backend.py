@@ -50,6 +50,8 @@ class GpuKernels(Kernels):
         wanted = config.kv if config.kv != "auto" else str(self.dtype).removeprefix("torch.")
         self.kv_format = KvFormat(wanted)
         self._config = config
+        # Else cuBLAS may round the sums of parts of the columns to bfloat16 before it adds them.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self.description = (
             f"Triton kernels on {_device_name(device)}, weights: {config.weights}, "
             f"KV: {self.kv_format}{', batch-invariant' if config.batch_invariant else ''}"
