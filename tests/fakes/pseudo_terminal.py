@@ -26,12 +26,27 @@ class PseudoTerminal:
 
     def expect(self, text: str) -> None:
         """Reads until `text` was written, after what was expected before."""
+        assert self._comes(text, EXPECT_SECONDS), f"{text!r} did not come:\n{self.seen}"
+
+    def interrupt(self, text: str) -> None:
+        """Types Ctrl-C until `text` was written: Python's input() misses a signal that comes just
+        as it begins to wait, and whoever pressed the key presses it again."""
         deadline = time.monotonic() + EXPECT_SECONDS
+        self.type("\x03")
+        while not self._comes(text, 1.0):
+            assert time.monotonic() < deadline, f"{text!r} did not come:\n{self.seen}"
+            self.type("\x03")
+
+    def _comes(self, text: str, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
         while (at := self.seen.find(text, self._searched)) < 0:
-            ready, _, _ = select.select([self.descriptor], [], [], deadline - time.monotonic())
-            assert ready, f"{text!r} did not come:\n{self.seen}"
+            left = max(0.0, deadline - time.monotonic())
+            ready, _, _ = select.select([self.descriptor], [], [], left)
+            if not ready:
+                return False
             self.seen += os.read(self.descriptor, 4096).decode(errors="replace")
         self._searched = at + len(text)
+        return True
 
 
 @contextmanager
