@@ -155,11 +155,12 @@ class RankProcesses:
         cause = failure.cause
         if not failure.is_startup_error:
             cause = f"rank {index + 1} (process {self.pids[index]}) {cause}"
+        logger.critical("%s", cause)
+        # Before those are woken who wait for the cause: by then it is known to all.
+        self._on_loss(cause, self._has_loaded)
         with self._told:
             self._failure = cause
             self._told.notify_all()
-        logger.critical("%s", cause)
-        self._on_loss(cause, self._has_loaded)
 
     def _ending_of(self, index: int) -> str:
         try:
