@@ -6,6 +6,7 @@ from kernels.config import KernelConfig
 from kernels.cpu.selection import select_cpu_kernels
 from kernels.gpu.selection import select_gpu_kernels
 from kernels.ops import (
+    GREEDY_TEMPERATURE,
     AttentionPlan,
     CapturedRun,
     Kernels,
@@ -18,6 +19,7 @@ from kernels.ops import (
 )
 
 __all__ = [
+    "GREEDY_TEMPERATURE",
     "AttentionPlan",
     "CapturedRun",
     "KernelConfig",

@@ -28,6 +28,10 @@ KvLayer = Any
 AttentionPlan = Any
 
 
+# Below it `sample` takes the likeliest token.
+GREEDY_TEMPERATURE = 1e-5
+
+
 class KvCache(Protocol):
     """One `KvLayer` per layer."""
 
@@ -266,14 +270,14 @@ class Kernels(ABC):
         """Chooses a token for each row of logits, float32 [n, V] -> ids [n].
 
         A row with a NaN, or whose largest logit is not finite, gets -1. Else, where temperature <
-        1e-5 or top_p <= 0: the first of the largest logits. Else, in order, logits are divided by
-        the temperature; min_p keeps tokens of at least min_p times the largest probability (Nguyen
-        et al., 2024; 0 is off); top_k the k likeliest (Fan et al., 2018; 0 is off); top_p the
-        likeliest whose probabilities, renormalised over what is left, first sum to top_p (Holtzman
-        et al., 2020; 1 is off); equal logits rank by token id. Then the token is argmax(logit /
-        temperature + gumbel) (Maddison et al., 2014), with the noise of kernels/noise.py: a pure
-        function of (seed, position, token id). temperature, min_p, top_p float32 [n]; top_k, seeds,
-        positions int64 [n].
+        GREEDY_TEMPERATURE or top_p <= 0: the first of the largest logits. Else, in order, logits
+        are divided by the temperature; min_p keeps tokens of at least min_p times the largest
+        probability (Nguyen et al., 2024; 0 is off); top_k the k likeliest (Fan et al., 2018; 0 is
+        off); top_p the likeliest whose probabilities, renormalised over what is left, first sum to
+        top_p (Holtzman et al., 2020; 1 is off); equal logits rank by token id. Then the token is
+        argmax(logit / temperature + gumbel) (Maddison et al., 2014), with the noise of
+        kernels/noise.py: a pure function of (seed, position, token id). temperature, min_p, top_p
+        float32 [n]; top_k, seeds, positions int64 [n].
         With `out`, int64 [n], that is where the ids go.
         """
 

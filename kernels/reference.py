@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kernels.noise import gumbel_noise
 from kernels.ops import (
+    GREEDY_TEMPERATURE,
     AttentionPlan,
     Kernels,
     KvCache,
@@ -15,8 +16,6 @@ from kernels.ops import (
     PackedLinear,
     StoredMatrix,
 )
-
-GREEDY_TEMPERATURE = 1e-5
 
 
 class ReferenceKernels(Kernels):

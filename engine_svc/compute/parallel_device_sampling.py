@@ -16,9 +16,8 @@ from engine_svc.compute.parallel_keys import ids_of, ranking_keys, values_of
 from engine_svc.compute.parallel_sampling import ParallelSampling
 from engine_svc.compute.ranks import Ranks
 from engine_svc.compute.sampling_rows import SamplingInputs
-from kernels import Kernels
+from kernels import GREEDY_TEMPERATURE, Kernels
 
-_GREEDY_TEMPERATURE: Final = 1e-5
 _UNUSABLE: Final = -1
 # Filters take some ten numbers of 64 bits for each token.
 _ROWS_AT_ONCE: Final = 64
@@ -72,7 +71,7 @@ class DeviceParallelSampling(ParallelSampling):
         # Of equal scores the first one's: lower ranks have lower ids.
         of_rank = best[:, 0].argmax(dim=0, keepdim=True)
         drawn = best[:, 1].gather(0, of_rank)[0].long()
-        is_plain = (temperature >= _GREEDY_TEMPERATURE) & (top_p >= 1)
+        is_plain = (temperature >= GREEDY_TEMPERATURE) & (top_p >= 1)
         is_plain &= (top_k == 0) & (min_p == 0)
         out.copy_(torch.where(is_plain, drawn, ids_of(keys)))
         return out.masked_fill_(~torch.isfinite(values_of(keys)), _UNUSABLE)
@@ -106,6 +105,6 @@ class DeviceParallelSampling(ParallelSampling):
 
 def filtered_rows(inputs: SamplingInputs) -> np.ndarray:
     """Which rows of a step draw from what filters leave, int64 [m]; `inputs` of the host."""
-    is_random = (inputs.temperature >= _GREEDY_TEMPERATURE) & (inputs.top_p > 0)
+    is_random = (inputs.temperature >= GREEDY_TEMPERATURE) & (inputs.top_p > 0)
     is_filtered = (inputs.min_p > 0) | (inputs.top_k > 0) | (inputs.top_p < 1)
     return np.flatnonzero((is_random & is_filtered).numpy())

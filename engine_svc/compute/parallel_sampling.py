@@ -15,10 +15,9 @@ from engine_svc.compute.model.sharded_source import VocabShard
 from engine_svc.compute.parallel_filters import Filters, kept_tokens
 from engine_svc.compute.parallel_keys import Masses, ids_of, ranking_keys, values_of
 from engine_svc.compute.ranks import Ranks
-from kernels import Kernels
+from kernels import GREEDY_TEMPERATURE, Kernels
 from kernels.noise import gumbel_noise
 
-_GREEDY_TEMPERATURE: Final = 1e-5
 _BITS_PER_WORD: Final = 32
 _UNUSABLE: Final = -1
 # Below every key.
@@ -89,7 +88,7 @@ class ParallelSampling:
         likeliest = self._likeliest(logits)
         largest, chosen = values_of(likeliest), ids_of(likeliest)
         is_usable = torch.isfinite(largest)
-        is_random = (temperature >= _GREEDY_TEMPERATURE) & (top_p > 0) & is_usable
+        is_random = (temperature >= GREEDY_TEMPERATURE) & (top_p > 0) & is_usable
         if bool(is_random.any()):
             rows = torch.nonzero(is_random)[:, 0]
             scaled = logits[rows] / temperature[rows, None]

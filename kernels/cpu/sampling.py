@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kernels.noise import gumbel_noise, gumbel_noise_of
+from kernels.ops import GREEDY_TEMPERATURE
 
-GREEDY_TEMPERATURE = 1e-5
 # How many of the likeliest tokens are looked at first where only top_p bounds the choice, and how
 # many times more when those were not enough.
 _FIRST_CANDIDATES = 1024

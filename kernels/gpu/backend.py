@@ -43,7 +43,7 @@ class GpuKernels(Kernels):
 
     def __init__(self, device: torch.device, config: KernelConfig) -> None:
         self.device = device
-        self.dtype = torch.float32 if config.weights == "float32" else torch.bfloat16
+        self.dtype = linear.activation_dtype(config)
         self.buffers = ResultBuffers(device)
         self.batch_invariant = config.batch_invariant
         self.stored_kinds = linear.stored_kinds(config)

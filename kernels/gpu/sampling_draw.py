@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.philox import bits_of, gumbel, noise_bound
+from kernels.ops import GREEDY_TEMPERATURE
 
 # Kinds of rows.
 GREEDY = tl.constexpr(0)
@@ -17,7 +18,7 @@ FILTERED = tl.constexpr(2)
 
 NO_TOKEN = tl.constexpr(2**31 - 1)
 LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
-_GREEDY_TEMPERATURE = tl.constexpr(1e-5)
+_GREEDY_TEMPERATURE = tl.constexpr(GREEDY_TEMPERATURE)
 
 
 @triton.jit
