@@ -94,12 +94,14 @@ class DeviceParallelSampling(ParallelSampling):
         """
         for some in rows.split(_ROWS_AT_ONCE):
             own = logits.index_select(0, some)
-            largest = values_of(self._likeliest(own))
-            warmth = temperature[some]
+            likeliest = self._likeliest(own)
+            largest, warmth = values_of(likeliest), temperature[some]
             filters = Filters(min_p[some], top_k[some], top_p[some])
             drawn = self._draw(
                 own / warmth[:, None], largest / warmth, filters, seeds[some], positions[some]
             )
+            # As in ParallelSampling.
+            drawn = torch.where(torch.isfinite(largest / warmth), drawn, ids_of(likeliest))
             out.index_copy_(0, some, drawn.masked_fill_(~torch.isfinite(largest), _UNUSABLE))
 
 

@@ -88,7 +88,9 @@ class ParallelSampling:
         likeliest = self._likeliest(logits)
         largest, chosen = values_of(likeliest), ids_of(likeliest)
         is_usable = torch.isfinite(largest)
-        is_random = (temperature >= GREEDY_TEMPERATURE) & (top_p > 0) & is_usable
+        # Beyond float32 no noise outweighs a difference: the likeliest token is drawn.
+        is_random = (temperature >= GREEDY_TEMPERATURE) & (top_p > 0)
+        is_random &= torch.isfinite(largest / temperature)
         if bool(is_random.any()):
             rows = torch.nonzero(is_random)[:, 0]
             scaled = logits[rows] / temperature[rows, None]

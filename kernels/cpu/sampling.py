@@ -75,7 +75,9 @@ def sample(
     largest, chosen = torch.max(logits, dim=-1)
     # The maximum of a row with a NaN is NaN.
     is_usable = torch.isfinite(largest)
-    is_random = (temperature >= GREEDY_TEMPERATURE) & (top_p > 0) & is_usable
+    # Beyond float32 no noise outweighs a difference: the likeliest token is drawn.
+    is_random = (temperature >= GREEDY_TEMPERATURE) & (top_p > 0)
+    is_random &= torch.isfinite(largest / temperature)
     is_filtered = ((top_k > 0) & (top_k < logits.shape[1])) | (top_p < 1)
     for rows, draw in (
         (torch.nonzero(is_random & ~is_filtered)[:, 0], _draw_from_all),

@@ -53,9 +53,9 @@ def best_of(logits, token_ids, bits, is_kept, temperature, seed, position, score
     """The best token so far, of a tile more: (its score, its id, the bar).
 
     A token whose bound is no higher than the bar cannot win. Bounds are taken in float32: they may
-    be off by 1e-6 of the score and the noise.
+    be off by 1e-6 of the score and the noise. What is too large for it is found out in float64.
     """
-    bounds = logits * (1.0 / temperature) + noise_bound(bits)
+    bounds = tl.maximum(logits * (1.0 / temperature) + noise_bound(bits), -LARGEST_FLOAT)
     bounds = tl.where(is_kept & is_number(logits), bounds, float("-inf"))
     while tl.max(bounds, 0) > bar:
         lane = tl.argmax(bounds, 0)
@@ -69,7 +69,8 @@ def best_of(logits, token_ids, bits, is_kept, temperature, seed, position, score
         score = tl.where(is_better, mine, score)
         winner = tl.where(is_better, token_id, winner)
         slack = 1e-4 + 1e-6 * (tl.abs(score) + 25.0)
-        clipped = tl.minimum(tl.maximum(score - slack, -LARGEST_FLOAT), LARGEST_FLOAT)
-        bar = clipped.to(tl.float32)
+        least = score - slack
+        clipped = tl.minimum(tl.maximum(least, -LARGEST_FLOAT), LARGEST_FLOAT).to(tl.float32)
+        bar = tl.where(least < -LARGEST_FLOAT, float("-inf"), clipped)
         bounds = tl.where(is_it, float("-inf"), bounds)
     return score, winner, bar

@@ -10,6 +10,8 @@ from torch import Tensor
 from kernels import Kernels
 from kernels.cpu.backend import CpuKernels
 from kernels.reference import ReferenceKernels
+from tests.fakes.huge_logits import FILTERS as HUGE_FILTERS
+from tests.fakes.huge_logits import huge_logits
 from tests.fakes.native_ops import open_sampling, runnable_instruction_sets
 
 VOCAB_SIZE = 64
@@ -146,6 +148,15 @@ def test_a_row_that_no_token_can_be_chosen_for_gives_minus_one_alone(kernels, fi
     expected[1] = -1
     assert sample(kernels, logits, filters, seeds, positions).tolist() == expected
     assert sample(ReferenceKernels(), logits, filters, seeds, positions)[1] == -1
+
+
+@pytest.mark.parametrize("filters", HUGE_FILTERS)
+def test_of_logits_beyond_float32_over_their_temperature_the_likeliest_is_drawn(
+    kernels, filters
+) -> None:
+    logits, likeliest = huge_logits(VOCAB_SIZE)
+    places = torch.arange(len(logits))
+    assert sample(kernels, logits, filters, places, places).tolist() == likeliest
 
 
 def test_different_seeds_and_positions_draw_differently(kernels) -> None:

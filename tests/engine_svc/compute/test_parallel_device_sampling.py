@@ -7,9 +7,12 @@ from torch import Tensor
 
 from engine_svc.compute.model.sharded_source import VocabShard
 from engine_svc.compute.parallel_device_sampling import DeviceParallelSampling, filtered_rows
+from engine_svc.compute.parallel_sampling import ParallelSampling
 from engine_svc.compute.ranks import Ranks
 from engine_svc.compute.sampling_rows import SamplingInputs
 from kernels import KernelConfig, Kernels, select_kernels
+from tests.fakes.huge_logits import FILTERS as HUGE_FILTERS
+from tests.fakes.huge_logits import huge_logits
 from tests.fakes.thread_ranks import run_ranks
 
 VOCAB_SIZE = 300
@@ -100,6 +103,34 @@ def test_a_row_that_cannot_be_sampled_is_told(interpreted: Kernels, bad: float) 
 
     for tokens in run_ranks(2, sample):
         assert [row for row, token in enumerate(tokens) if token == -1] == [1, 3]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, interpreting
+@pytest.mark.parametrize("filters", HUGE_FILTERS)
+def test_of_logits_beyond_float32_over_their_temperature_the_likeliest_is_drawn(
+    interpreted: Kernels, filters: tuple[float, float, int, float]
+) -> None:
+    logits, likeliest = huge_logits(VOCAB_SIZE)
+    count = len(logits)
+    inputs = SamplingInputs(
+        *(torch.full((count,), filters[place]) for place in (0, 1, 3)),
+        *(torch.full((count,), filters[2]), torch.arange(count), torch.arange(count)),
+    )
+
+    def sample(ranks: Ranks) -> tuple[list[int], list[int]]:
+        first = sum(SIZES[2][: ranks.rank])
+        shard = VocabShard(first, SIZES[2][ranks.rank], VOCAB_SIZE)
+        own = logits[:, first : first + shard.size].contiguous()
+        sampling = DeviceParallelSampling(interpreted, ranks, shard)
+        out = torch.zeros(count, dtype=torch.int64)
+        sampling.sample(own, **parameters_of(inputs), out=out)
+        rows = torch.from_numpy(filtered_rows(inputs))
+        sampling.draw_filtered(own, rows, **parameters_of(inputs), out=out)
+        parallel = ParallelSampling(TORCH, ranks, shard)
+        return out.tolist(), parallel.sample(own, **parameters_of(inputs)).tolist()
+
+    for on_device, on_host in run_ranks(2, sample):
+        assert on_device == on_host == likeliest
 
 
 def test_the_host_knows_which_rows_have_filters() -> None:

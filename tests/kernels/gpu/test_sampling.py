@@ -18,6 +18,8 @@ from kernels.gpu.sampling import DEFAULT_TILES, Tiles
 from kernels.gpu.variant import ModelShapes
 from kernels.noise import gumbel_noise
 from tests.fakes.gpu_tensors import assert_launched_as_compiled, overhear
+from tests.fakes.huge_logits import FILTERS as HUGE_FILTERS
+from tests.fakes.huge_logits import huge_logits
 from tests.fakes.native_ops import open_sampling, runnable_instruction_sets
 
 # temperature, min_p, top_k, top_p
@@ -157,6 +159,17 @@ def test_a_row_that_no_token_can_be_chosen_for_gives_minus_one(scratch, device, 
     else:
         logits[:, 140] = bad
     assert sample(batch, scratch, device).tolist() == [-1] * len(FILTERS)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, interpreting
+@pytest.mark.parametrize("filters", HUGE_FILTERS)
+def test_of_logits_beyond_float32_over_their_temperature_the_likeliest_is_drawn(
+    scratch, device, filters
+) -> None:
+    logits, likeliest = huge_logits(40)
+    batch = batch_of(logits, [filters] * len(logits))
+    assert sample(batch, scratch, device).tolist() == likeliest
+    assert sample(batch, scratch, device, SMALL_TILES).tolist() == likeliest
 
 
 def test_equal_logits_are_kept_by_token_id(scratch, device) -> None:
