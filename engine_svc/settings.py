@@ -98,6 +98,13 @@ class Settings:
         "On a GPU too, no sequence's tokens depend on the rest of the batch, at the cost of speed. "
         "On the CPU they never do.",
     )
+    stream_interval_ms: int = setting(
+        16,
+        "Tokens that follow each other more quickly are sent together, so often; first tokens and "
+        "ends at once. 0 sends those of each step alone, and costs speed.",
+        minimum=0,
+        maximum=1000,
+    )
     drain_seconds: float = setting(
         10.0, "How long running sequences may go on after SIGTERM.", minimum=0.0
     )
@@ -114,6 +121,10 @@ class Settings:
             raise StartupError(
                 f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least "
                 f"--max-num-seqs ({self.max_num_seqs}), so that every sequence gets a token a step"
+            )
+        if self.device == "cuda" and self.cpu_kernels != "auto":
+            raise StartupError(
+                f"--cpu-kernels {self.cpu_kernels} are for the CPU, which --device cuda leaves idle"
             )
 
 

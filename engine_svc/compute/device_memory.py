@@ -45,7 +45,7 @@ def num_device_blocks(
     if wanted_bytes < block_bytes:
         raise StartupError(
             f"the KV cache is given {format_bytes(wanted_bytes)}, "
-            f"but one block takes {format_bytes(block_bytes)}"
+            f"but one block takes {format_bytes(block_bytes)}: give it more with --kv-memory"
         )
     return wanted_bytes // block_bytes
 

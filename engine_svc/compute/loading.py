@@ -18,7 +18,7 @@ from protos.wire.errors import StartupError
 
 
 def chosen_kernels(config: ExecutorConfig, device: torch.device, num_threads: int) -> Kernels:
-    """The kernels that a config asks for. StartupError where there are no such ones."""
+    """The kernels that a config asks for. StartupError names the flags where there are no such."""
     wanted = KernelConfig(
         weights=config.dtype,
         activations=config.activations,
@@ -30,14 +30,27 @@ def chosen_kernels(config: ExecutorConfig, device: torch.device, num_threads: in
     try:
         return select_kernels(device, wanted)
     except ValueError as error:
-        raise StartupError(str(error)) from error
+        raise StartupError(f"{error}{_named_flags(config)}") from error
+
+
+def _named_flags(config: ExecutorConfig) -> str:
+    """Those that kernels are chosen by and that are not left to us, in parentheses."""
+    flags = {
+        "--device": config.device,
+        "--cpu-kernels": config.cpu_kernels,
+        "--dtype": config.dtype,
+        "--activations": config.activations,
+        "--kv-dtype": config.kv_dtype,
+    }
+    named = [f"{flag} {value}" for flag, value in flags.items() if value != "auto"]
+    return f" ({', '.join(named)})" if named else ""
 
 
 def max_model_len_of(config: ExecutorConfig, model_config: ModelConfig) -> int:
     """The most tokens of a sequence. StartupError for more than the model was made for."""
     if config.max_model_len > model_config.max_model_len:
         raise StartupError(
-            f"max_model_len is {config.max_model_len}, "
+            f"--max-model-len is {config.max_model_len}, "
             f"but the model was made for at most {model_config.max_model_len} tokens"
         )
     return config.max_model_len or model_config.max_model_len

@@ -86,7 +86,7 @@ def num_host_blocks(
     if not num_blocks:
         raise StartupError(
             f"the KV cache is given {format_bytes(kv_bytes)}, "
-            f"but one block takes {format_bytes(block_bytes)}"
+            f"but one block takes {format_bytes(block_bytes)}: give it more with --kv-memory"
         )
     if config.kv_memory_bytes:
         return num_blocks

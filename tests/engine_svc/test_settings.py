@@ -29,6 +29,12 @@ def test_a_step_too_small_for_the_batch_is_refused_before_anything_is_loaded() -
     assert load("--max-num-batched-tokens", "16", "--max-num-seqs", "16").max_num_seqs == 16
 
 
+def test_kernels_of_the_cpu_are_refused_beside_a_gpu_that_would_not_run_them() -> None:
+    with pytest.raises(StartupError, match=r"--cpu-kernels torch .* --device cuda"):
+        load("--device", "cuda", "--cpu-kernels", "torch")
+    assert load("--device", "cpu", "--cpu-kernels", "torch").cpu_kernels == "torch"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [("--dtype", "float8"), ("--block-size", "0"), ("--device", "tpu"), ("--kv-dtype", "int4")],

@@ -45,6 +45,25 @@ def test_a_gpu_that_is_not_there_is_missed_in_one_line(model_path: Path) -> None
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "flags"),
+    [
+        ({"dtype": "fp8"}, "--cpu-kernels torch, --dtype fp8)"),
+        ({"kv_dtype": "int8"}, "--cpu-kernels torch, --kv-dtype int8)"),
+        ({"cpu_kernels": "auto", "kv_dtype": "bfloat16"}, "--kv-dtype bfloat16)"),
+        ({"activations": "int16"}, "--cpu-kernels torch, --activations int16)"),
+        ({"max_model_len": 513}, "--max-model-len is 513"),
+        ({"kv_memory_bytes": 1}, "give it more with --kv-memory"),
+    ],
+)
+def test_what_cannot_be_had_is_told_with_the_flags_that_ask_for_it(
+    model_path: Path, overrides: dict[str, object], flags: str
+) -> None:
+    with pytest.raises(StartupError) as caught:
+        load(model_path, **overrides)
+    assert flags in str(caught.value) and "\n" not in str(caught.value)
+
+
 @no_gpu
 def test_a_model_that_the_device_cannot_hold_is_refused_in_one_line(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
