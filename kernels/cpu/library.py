@@ -1,8 +1,10 @@
 """Loads the native library, and tells ctypes what its functions take; see native/api.h."""
 
 import ctypes
+from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from functools import cache
+from typing import Any, NamedTuple
 
 from kernels.cpu.build import instruction_sets, interface, library_path
 
@@ -58,6 +60,35 @@ class Rotary(ctypes.Structure):
     )
 
 
+class _Result(NamedTuple):
+    """What a function returns, and what makes of it what the caller gets, or raises."""
+
+    kind: type[c_int32] | type[c_void_p]
+    check: Callable[[Any, Any, tuple[Any, ...]], int]
+
+
+_NO_MEMORY = -2
+
+
+def _checked_status(status: int, function: Any, _: tuple[Any, ...]) -> int:
+    if status == _NO_MEMORY:
+        raise _memory_error(function)
+    return status
+
+
+def _checked_handle(handle: int | None, function: Any, _: tuple[Any, ...]) -> int:
+    if not handle:
+        raise _memory_error(function)
+    return handle
+
+
+def _memory_error(function: Any) -> MemoryError:
+    return MemoryError(f"memory ran out in {function.__name__} of the native CPU kernels")
+
+
+# Results that say whether memory ran out: a call then raises MemoryError.
+_STATUS = _Result(c_int32, _checked_status)
+_HANDLE = _Result(c_void_p, _checked_handle)
 _POOL = _PROGRAM = _PLAN = c_void_p
 _COUNTS = POINTER(c_int64)
 # Result, then arguments, as in api.h.
@@ -65,89 +96,89 @@ _SIGNATURES = {
     "tl_interface": (c_char_p, []),
     "tl_instruction_set": (c_char_p, []),
     "tl_best_instruction_set": (c_char_p, []),
-    "tl_pool_new": (_POOL, [c_int32]),
+    "tl_pool_new": (_HANDLE, [c_int32]),
     "tl_pool_delete": (None, [_POOL]),
     "tl_pool_num_threads": (c_int32, [_POOL]),
     "tl_packed_bytes": (c_int64, [c_int32, c_int64, c_int64]),
     "tl_pack": (
-        c_int32,
+        _STATUS,
         [
             *(c_int32, c_int32, _ADDRESS, c_int64, _ADDRESS),
             *(c_int64, c_int64, c_int64, c_int64, _ADDRESS),
         ],
     ),
     "tl_unpack": (None, [POINTER(Matrix), c_int64, c_int64, _ADDRESS]),
-    "tl_program_new": (_PROGRAM, []),
+    "tl_program_new": (_HANDLE, []),
     "tl_program_delete": (None, [_PROGRAM]),
-    "tl_program_run": (None, [_PROGRAM, _POOL, _COUNTS]),
+    "tl_program_run": (_STATUS, [_PROGRAM, _POOL, _COUNTS]),
     "tl_program_num_ops": (c_int32, [_PROGRAM]),
     "tl_program_op_name": (c_char_p, [_PROGRAM, c_int32]),
     "tl_program_set_profiling": (None, [_PROGRAM, c_int32]),
     "tl_program_profile": (None, [_PROGRAM, POINTER(c_double)]),
-    "tl_add_embedding": (None, [_PROGRAM, c_int32, _ADDRESS, POINTER(Matrix), Rows]),
+    "tl_add_embedding": (_STATUS, [_PROGRAM, c_int32, _ADDRESS, POINTER(Matrix), Rows]),
     "tl_add_rms_norm": (
-        None,
+        _STATUS,
         [_PROGRAM, c_int32, _ADDRESS, c_int64, c_int64, _ADDRESS, c_float, Rows],
     ),
     "tl_add_add_rms_norm": (
-        None,
+        _STATUS,
         [
             *(_PROGRAM, c_int32, _ADDRESS, c_int64, _ADDRESS, c_int64, c_int64),
             *(_ADDRESS, c_float, Rows),
         ],
     ),
-    "tl_add_quantise": (None, [_PROGRAM, c_int32, _ADDRESS, c_int64, c_int64, Rows]),
-    "tl_add_take_rows": (None, [_PROGRAM, c_int32, _ADDRESS, Rows, c_int64, Rows]),
-    "tl_add_silu_and_mul": (None, [_PROGRAM, c_int32, _ADDRESS, c_int64, c_int64, Rows]),
+    "tl_add_quantise": (_STATUS, [_PROGRAM, c_int32, _ADDRESS, c_int64, c_int64, Rows]),
+    "tl_add_take_rows": (_STATUS, [_PROGRAM, c_int32, _ADDRESS, Rows, c_int64, Rows]),
+    "tl_add_silu_and_mul": (_STATUS, [_PROGRAM, c_int32, _ADDRESS, c_int64, c_int64, Rows]),
     "tl_add_linear": (
-        None,
+        _STATUS,
         [_PROGRAM, c_int32, Rows, POINTER(Matrix), c_int32, _ADDRESS, c_int64],
     ),
-    "tl_add_gated_linear": (None, [_PROGRAM, c_int32, Rows, POINTER(Matrix), Rows]),
+    "tl_add_gated_linear": (_STATUS, [_PROGRAM, c_int32, Rows, POINTER(Matrix), Rows]),
     "tl_kv_block_bytes": (c_int64, [c_int32, c_int64, c_int64, c_int64]),
     "tl_add_rope": (
-        None,
+        _STATUS,
         [_PROGRAM, c_int32, _ADDRESS, c_int64, c_int64, c_int64, Rotary],
     ),
     "tl_add_rope_and_cache": (
-        None,
+        _STATUS,
         [
             *(_PROGRAM, c_int32, _ADDRESS, c_int64, _ADDRESS, c_int64),
             *(Rotary, KvLayer, _ADDRESS),
         ],
     ),
     "tl_add_attention_plan": (
-        _PLAN,
+        _HANDLE,
         [_PROGRAM, c_int32, _ADDRESS, _ADDRESS, _ADDRESS, c_int64, _ADDRESS, c_int64],
     ),
     "tl_add_attention": (
-        None,
+        _STATUS,
         [
             *(_PROGRAM, c_int32, _PLAN, _ADDRESS, c_int64, c_int64),
             *(KvLayer, c_float, c_int64, Rows),
         ],
     ),
     "tl_mask_logits": (
-        None,
+        _STATUS,
         [_POOL, _ADDRESS, c_int64, c_int64, c_int64, _ADDRESS, _ADDRESS],
     ),
     "tl_bias_logits": (None, [_ADDRESS, c_int64, c_int64, _ADDRESS, _ADDRESS, _ADDRESS]),
     "tl_penalize": (
-        None,
+        _STATUS,
         [
             *(_POOL, _ADDRESS, c_int64, c_int64, c_int64, _ADDRESS, _ADDRESS, c_int64),
             *(_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
         ],
     ),
     "tl_sample": (
-        None,
+        _STATUS,
         [
             *(_POOL, _ADDRESS, c_int64, c_int64, c_int64),
             *(_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
         ],
     ),
     "tl_token_logprobs": (
-        None,
+        _STATUS,
         [
             *(_POOL, _ADDRESS, c_int64, c_int64, c_int64, _ADDRESS, c_int64),
             *(_ADDRESS, _ADDRESS, _ADDRESS),
@@ -175,13 +206,20 @@ def best() -> str | None:
 
 @cache
 def load(instruction_set: str) -> ctypes.CDLL:
-    """The build for `instruction_set`; OSError where it is missing, cannot be loaded, or is old."""
+    """The build for `instruction_set`; OSError where it is missing, cannot be loaded, or is old.
+
+    Its functions raise MemoryError where memory runs out.
+    """
     path = library_path(instruction_set)
     library = ctypes.CDLL(str(path))
     try:
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
+            function.argtypes = arguments
+            if isinstance(result, _Result):
+                function.restype, function.errcheck = result
+            else:
+                function.restype = result
     except AttributeError:
         raise OSError(f"{path} is older than its sources: make native") from None
     if library.tl_interface().decode() != interface():

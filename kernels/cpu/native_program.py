@@ -22,8 +22,6 @@ class NativePool:
     def __init__(self, library: CDLL, num_threads: int) -> None:
         self.library = library
         self.handle = library.tl_pool_new(num_threads)
-        if not self.handle:
-            raise MemoryError("there is no memory for a pool of threads")
         weakref.finalize(self, library.tl_pool_delete, self.handle)
 
 
@@ -98,8 +96,6 @@ class NativeProgram:
         ops = settle_forms(fuse(recorder.ops, buffer), buffer, recorder.halves)
         self._arena = _place_buffers(ops, buffer, self.result)
         self._program = library.tl_program_new()
-        if not self._program:
-            raise MemoryError("there is no memory for a program")
         weakref.finalize(self, library.tl_program_delete, self._program)
         lowering = Lowering(library, self._program)
         for op in ops:

@@ -1,5 +1,7 @@
 // The library's C interface: all that Python calls. No exceptions cross it, and no torch type.
-// Where memory runs out, what makes a pool or a program returns NULL; all else ends the process.
+// Where memory runs out, what makes a pool, a program or a plan returns NULL, and what has a status
+// TL_NO_MEMORY. What was to be written is then void, and a program that something was to be added to
+// can only be deleted; pools, and programs that were to run, are as good as before.
 //
 // Every instruction set's build gives the same bits. Pointers are to memory of the caller, which
 // outlives what was made with it; buffers are aligned to 64 bytes, and rows of a buffer to 4.
@@ -16,6 +18,8 @@
 #endif
 
 // ---------------------------------------------------------------------------------------- basics
+
+enum TlStatus { TL_OK = 0, TL_DOES_NOT_FIT = -1, TL_NO_MEMORY = -2 };
 
 // A digest of this file as it was when the library was built; see build.py.
 TL_API const char* tl_interface(void);
@@ -69,7 +73,7 @@ TL_API int64_t tl_packed_bytes(int32_t format, int64_t rows, int64_t columns);
 // Packs source rows order[0], order[1] … (NULL: 0, 1 …) as rows [first_row, first_row + num_rows)
 // of the matrix at `data`. `first_row` is a multiple of 16; calls on different panels may run at
 // once. `source` holds `source_stride` bytes a row. Rows that fill up the last panel become zero.
-// Returns 0, or -1 where this source does not go into this format: Q4_0 and Q4_1 go into TL_Q4,
+// TL_DOES_NOT_FIT where this source does not go into this format: Q4_0 and Q4_1 go into TL_Q4,
 // Q4_K into TL_Q4_WIDE, Q8_0 into TL_Q8, floats into TL_Q8 and the float formats.
 TL_API int32_t tl_pack(int32_t format, int32_t source_kind, const void* source,
                        int64_t source_stride, const int64_t* order, int64_t first_row,
@@ -93,7 +97,7 @@ enum TlCount {
 typedef struct TlProgram TlProgram;
 TL_API TlProgram* tl_program_new(void);
 TL_API void tl_program_delete(TlProgram*);
-TL_API void tl_program_run(TlProgram*, TlPool*, const int64_t counts[TL_NUM_COUNTS]);
+TL_API int32_t tl_program_run(TlProgram*, TlPool*, const int64_t counts[TL_NUM_COUNTS]);
 
 // Of all runs since profiling was switched on: seconds per op, in the order in which they were
 // added. `seconds` has room for tl_program_num_ops.
@@ -117,39 +121,39 @@ typedef struct {
 } TlRows;
 
 // out[i] = row ids[i] of `table`. out.values only.
-TL_API void tl_add_embedding(TlProgram*, int32_t count, const int32_t* ids, const TlMatrix* table,
-                             TlRows out);
+TL_API int32_t tl_add_embedding(TlProgram*, int32_t count, const int32_t* ids,
+                                const TlMatrix* table, TlRows out);
 
 // out = x / sqrt(mean(x²) + eps) · weight, in any form that `out` has.
-TL_API void tl_add_rms_norm(TlProgram*, int32_t count, const float* x, int64_t stride,
-                            int64_t width, const float* weight, float eps, TlRows out);
+TL_API int32_t tl_add_rms_norm(TlProgram*, int32_t count, const float* x, int64_t stride,
+                               int64_t width, const float* weight, float eps, TlRows out);
 
 // residual += x, then as above.
-TL_API void tl_add_add_rms_norm(TlProgram*, int32_t count, const float* x, int64_t stride,
-                                float* residual, int64_t residual_stride, int64_t width,
-                                const float* weight, float eps, TlRows out);
+TL_API int32_t tl_add_add_rms_norm(TlProgram*, int32_t count, const float* x, int64_t stride,
+                                   float* residual, int64_t residual_stride, int64_t width,
+                                   const float* weight, float eps, TlRows out);
 
 // The quantised form of x, or of what `tl_add_take_rows` copied.
-TL_API void tl_add_quantise(TlProgram*, int32_t count, const float* x, int64_t stride,
-                            int64_t width, TlRows out);
+TL_API int32_t tl_add_quantise(TlProgram*, int32_t count, const float* x, int64_t stride,
+                               int64_t width, TlRows out);
 
 // out[i] = row indices[i] of `in`, in the forms that both have.
-TL_API void tl_add_take_rows(TlProgram*, int32_t count, const int32_t* indices, TlRows in,
-                             int64_t width, TlRows out);
+TL_API int32_t tl_add_take_rows(TlProgram*, int32_t count, const int32_t* indices, TlRows in,
+                                int64_t width, TlRows out);
 
 // silu(gate) · up of rows [gate, up], in any form that `out` has.
-TL_API void tl_add_silu_and_mul(TlProgram*, int32_t count, const float* gate_up, int64_t stride,
-                                int64_t width, TlRows out);
+TL_API int32_t tl_add_silu_and_mul(TlProgram*, int32_t count, const float* gate_up, int64_t stride,
+                                   int64_t width, TlRows out);
 
 // out (+)= in · weightᵀ + bias. Quantised formats take `in` quantised, others its values.
 // With `adds`, the product is added to what `out` holds. The matrix is copied, not what it points at.
-TL_API void tl_add_linear(TlProgram*, int32_t count, TlRows in, const TlMatrix* weight,
-                          int32_t adds, float* out, int64_t out_stride);
+TL_API int32_t tl_add_linear(TlProgram*, int32_t count, TlRows in, const TlMatrix* weight,
+                             int32_t adds, float* out, int64_t out_stride);
 
 // silu_and_mul of the product with a matrix of gate rows and then as many up rows. The matrix has
 // a multiple of 64 rows and no bias.
-TL_API void tl_add_gated_linear(TlProgram*, int32_t count, TlRows in, const TlMatrix* gate_up,
-                                TlRows out);
+TL_API int32_t tl_add_gated_linear(TlProgram*, int32_t count, TlRows in, const TlMatrix* gate_up,
+                                   TlRows out);
 
 // ------------------------------------------------------------------------------------- attention
 
@@ -177,13 +181,13 @@ typedef struct {
 } TlRotary;
 
 // Rotates query [rows, num_heads · head_dim] in place.
-TL_API void tl_add_rope(TlProgram*, int32_t count, float* query, int64_t stride, int64_t num_heads,
-                        int64_t head_dim, TlRotary rotary);
+TL_API int32_t tl_add_rope(TlProgram*, int32_t count, float* query, int64_t stride,
+                           int64_t num_heads, int64_t head_dim, TlRotary rotary);
 
 // Rotates key, and writes key and value [rows, num_kv_heads · head_dim] into slot_mapping[i].
-TL_API void tl_add_rope_and_cache(TlProgram*, int32_t count, const float* key, int64_t key_stride,
-                                  const float* value, int64_t value_stride, TlRotary rotary,
-                                  TlKvLayer kv, const int32_t* slot_mapping);
+TL_API int32_t tl_add_rope_and_cache(TlProgram*, int32_t count, const float* key,
+                                     int64_t key_stride, const float* value, int64_t value_stride,
+                                     TlRotary rotary, TlKvLayer kv, const int32_t* slot_mapping);
 
 // The layout of a batch, for all attention ops of a program that have it: sequence i has queries
 // [cu_seqlens[i], cu_seqlens[i + 1]), the last of its seq_lens[i] tokens, and the blocks
@@ -197,26 +201,27 @@ TL_API TlAttentionPlan* tl_add_attention_plan(TlProgram*, int32_t sequences_coun
 
 // softmax(scale · q kᵀ) v as Kernels.paged_attention says it; query [rows, num_heads · head_dim].
 // `count` is that of the rows; out in any form.
-TL_API void tl_add_attention(TlProgram*, int32_t count, TlAttentionPlan* plan, const float* query,
-                             int64_t stride, int64_t num_heads, TlKvLayer kv, float scale,
-                             int64_t sliding_window, TlRows out);
+TL_API int32_t tl_add_attention(TlProgram*, int32_t count, TlAttentionPlan* plan,
+                                const float* query, int64_t stride, int64_t num_heads, TlKvLayer kv,
+                                float scale, int64_t sliding_window, TlRows out);
 
 // -------------------------------------------------------------------------------------- sampling
 // As the methods of Kernels with these names say. logits [n, vocab_size], rows `stride` apart.
 
-TL_API void tl_mask_logits(TlPool*, float* logits, int64_t stride, int64_t vocab_size,
-                           int64_t num_rows, const int64_t* rows, const int32_t* allowed);
+TL_API int32_t tl_mask_logits(TlPool*, float* logits, int64_t stride, int64_t vocab_size,
+                              int64_t num_rows, const int64_t* rows, const int32_t* allowed);
 TL_API void tl_bias_logits(float* logits, int64_t stride, int64_t num_biases, const int64_t* rows,
                            const int64_t* token_ids, const float* biases);
 // With `rows` NULL, row i of the arguments is that of the logits too.
-TL_API void tl_penalize(TlPool*, float* logits, int64_t stride, int64_t vocab_size,
-                        int64_t num_rows, const int64_t* rows, const int32_t* token_ids,
-                        int64_t token_stride, const int64_t* prompt_lens, const int64_t* seq_lens,
-                        const float* repetition, const float* presence, const float* frequency);
-TL_API void tl_sample(TlPool*, const float* logits, int64_t stride, int64_t vocab_size,
-                      int64_t num_rows, const float* temperature, const float* min_p,
-                      const int64_t* top_k, const float* top_p, const int64_t* seeds,
-                      const int64_t* positions, int64_t* token_ids);
-TL_API void tl_token_logprobs(TlPool*, const float* logits, int64_t stride, int64_t vocab_size,
-                              int64_t num_rows, const int64_t* chosen, int64_t num_top,
-                              float* chosen_logprobs, int64_t* top_ids, float* top_logprobs);
+TL_API int32_t tl_penalize(TlPool*, float* logits, int64_t stride, int64_t vocab_size,
+                           int64_t num_rows, const int64_t* rows, const int32_t* token_ids,
+                           int64_t token_stride, const int64_t* prompt_lens,
+                           const int64_t* seq_lens, const float* repetition, const float* presence,
+                           const float* frequency);
+TL_API int32_t tl_sample(TlPool*, const float* logits, int64_t stride, int64_t vocab_size,
+                         int64_t num_rows, const float* temperature, const float* min_p,
+                         const int64_t* top_k, const float* top_p, const int64_t* seeds,
+                         const int64_t* positions, int64_t* token_ids);
+TL_API int32_t tl_token_logprobs(TlPool*, const float* logits, int64_t stride, int64_t vocab_size,
+                                 int64_t num_rows, const int64_t* chosen, int64_t num_top,
+                                 float* chosen_logprobs, int64_t* top_ids, float* top_logprobs);

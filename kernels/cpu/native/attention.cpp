@@ -216,23 +216,25 @@ void add_quantise_stage(TlProgram* program, int32_t count, const AttentionOp& op
 
 using namespace tokenline;
 
-void tl_add_attention(TlProgram* program, int32_t count, TlAttentionPlan* plan, const float* query,
-                      int64_t stride, int64_t num_heads, TlKvLayer kv, float scale,
-                      int64_t sliding_window, TlRows out) {
-  program->begin_op("attention");
-  const KvLayout layout(kv.type, kv.block_size, kv.num_kv_heads, kv.head_dim);
-  const bool quantises_rows = out.quantised && kv.head_dim % kGroup != 0;
-  const AttentionOp op{plan,  query,          stride, num_heads,     kv, layout,
-                       scale, sliding_window, out,    quantises_rows};
-  plan->add_shape({kv.num_kv_heads, op.group(), layout.width,
-                   op.uses_plans_rows() ? op.row_floats() : 0});
-  if (kv.type == TL_KV_F32) {
-    program->add(std::make_unique<AttentionStage<float>>(op));
-  } else if (kv.type == TL_KV_F16) {
-    program->add(std::make_unique<AttentionStage<uint16_t>>(op));
-  } else {
-    program->add(std::make_unique<AttentionStage<int8_t>>(op));
-  }
-  program->add(std::make_unique<FoldStage>(op));
-  if (quantises_rows) add_quantise_stage(program, count, op);
+int32_t tl_add_attention(TlProgram* program, int32_t count, TlAttentionPlan* plan,
+                         const float* query, int64_t stride, int64_t num_heads, TlKvLayer kv,
+                         float scale, int64_t sliding_window, TlRows out) {
+  return guarded([&] {
+    program->begin_op("attention");
+    const KvLayout layout(kv.type, kv.block_size, kv.num_kv_heads, kv.head_dim);
+    const bool quantises_rows = out.quantised && kv.head_dim % kGroup != 0;
+    const AttentionOp op{plan,  query,          stride, num_heads,     kv, layout,
+                         scale, sliding_window, out,    quantises_rows};
+    plan->add_shape({kv.num_kv_heads, op.group(), layout.width,
+                     op.uses_plans_rows() ? op.row_floats() : 0});
+    if (kv.type == TL_KV_F32) {
+      program->add(std::make_unique<AttentionStage<float>>(op));
+    } else if (kv.type == TL_KV_F16) {
+      program->add(std::make_unique<AttentionStage<uint16_t>>(op));
+    } else {
+      program->add(std::make_unique<AttentionStage<int8_t>>(op));
+    }
+    program->add(std::make_unique<FoldStage>(op));
+    if (quantises_rows) add_quantise_stage(program, count, op);
+  });
 }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <new>
 
 #include "attention.h"
 #include "attention_state.h"
@@ -42,10 +43,12 @@ TlAttentionPlan::Memory::~Memory() { std::free(data); }
 void TlAttentionPlan::Memory::grow(int64_t floats) {
   if (floats <= size) return;
   std::free(data);
-  size = KvLayout::up_to(floats + floats / 2, 1024);
+  size = 0;
+  const int64_t enough = KvLayout::up_to(floats + floats / 2, 1024);
   data = static_cast<float*>(
-      std::aligned_alloc(64, static_cast<size_t>(size) * sizeof(float)));
-  if (!data) std::abort();  // nothing sensible can follow in the middle of a step
+      std::aligned_alloc(64, static_cast<size_t>(enough) * sizeof(float)));
+  if (!data) throw std::bad_alloc();
+  size = enough;
 }
 
 TlAttentionPlan::TlAttentionPlan(int32_t count, const int32_t* cu_seqlens, const int32_t* seq_lens,
@@ -170,9 +173,12 @@ TlAttentionPlan* tl_add_attention_plan(TlProgram* program, int32_t sequences_cou
                                        const int32_t* cu_seqlens, const int32_t* seq_lens,
                                        const int32_t* block_table, int64_t max_blocks,
                                        const int32_t* sequences, int64_t block_size) {
-  program->begin_op("attention_plan");
-  TlAttentionPlan* plan = program->keep(std::make_shared<TlAttentionPlan>(
-      sequences_count, cu_seqlens, seq_lens, block_table, max_blocks, sequences, block_size));
-  program->add(std::make_unique<PlanStage>(plan));
-  return plan;
+  TlAttentionPlan* plan = nullptr;
+  const int32_t status = guarded([&] {
+    program->begin_op("attention_plan");
+    plan = program->keep(std::make_shared<TlAttentionPlan>(
+        sequences_count, cu_seqlens, seq_lens, block_table, max_blocks, sequences, block_size));
+    program->add(std::make_unique<PlanStage>(plan));
+  });
+  return status == TL_OK ? plan : nullptr;
 }

@@ -58,8 +58,10 @@ class PlainStage : public LinearStage<Format> {
 
 using namespace tokenline;
 
-void tl_add_linear(TlProgram* program, int32_t count, TlRows in, const TlMatrix* weight,
-                   int32_t adds, float* out, int64_t out_stride) {
-  program->begin_op("linear");
-  add_linear_stage<PlainStage>(program, count, in, *weight, adds != 0, out, out_stride);
+int32_t tl_add_linear(TlProgram* program, int32_t count, TlRows in, const TlMatrix* weight,
+                      int32_t adds, float* out, int64_t out_stride) {
+  return guarded([&] {
+    program->begin_op("linear");
+    add_linear_stage<PlainStage>(program, count, in, *weight, adds != 0, out, out_stride);
+  });
 }

@@ -66,8 +66,10 @@ class GatedStage : public LinearStage<Format> {
 
 using namespace tokenline;
 
-void tl_add_gated_linear(TlProgram* program, int32_t count, TlRows in, const TlMatrix* gate_up,
-                         TlRows out) {
-  program->begin_op("gated_linear");
-  add_linear_stage<GatedStage>(program, count, in, *gate_up, out);
+int32_t tl_add_gated_linear(TlProgram* program, int32_t count, TlRows in, const TlMatrix* gate_up,
+                            TlRows out) {
+  return guarded([&] {
+    program->begin_op("gated_linear");
+    add_linear_stage<GatedStage>(program, count, in, *gate_up, out);
+  });
 }

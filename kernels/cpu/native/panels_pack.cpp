@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "program.h"
 #include "simd.h"
 
 namespace tokenline {
@@ -224,19 +225,21 @@ using namespace tokenline;
 int32_t tl_pack(int32_t format, int32_t source_kind, const void* source, int64_t source_stride,
                 const int64_t* order, int64_t first_row, int64_t num_rows, int64_t rows,
                 int64_t columns, void* data) {
-  if (!goes_into(source_kind, format, columns)) return -1;
-  if (first_row % kPanelRows != 0 || first_row + num_rows > rows) return -1;
-  const int64_t bytes = panel_bytes(format, columns);
-  std::vector<float> buffer(static_cast<size_t>(num_groups(columns) * kGroup));
-  for (int64_t i = 0; i < num_rows; i++) {
-    const int64_t lane = i % kPanelRows;
-    uint8_t* panel = static_cast<uint8_t*>(data) + (first_row + i) / kPanelRows * bytes;
-    if (lane == 0) std::memset(panel, 0, static_cast<size_t>(bytes));
-    const uint8_t* row =
-        static_cast<const uint8_t*>(source) + (order ? order[i] : i) * source_stride;
-    const bool fits = pack_row(format, source_kind, row, columns, buffer,
-                               {panel, group_layout(format), lane});
-    if (!fits) return -1;
-  }
-  return 0;
+  if (!goes_into(source_kind, format, columns)) return TL_DOES_NOT_FIT;
+  if (first_row % kPanelRows != 0 || first_row + num_rows > rows) return TL_DOES_NOT_FIT;
+  bool fits = true;
+  const int32_t status = guarded([&] {
+    const int64_t bytes = panel_bytes(format, columns);
+    std::vector<float> buffer(static_cast<size_t>(num_groups(columns) * kGroup));
+    for (int64_t i = 0; i < num_rows && fits; i++) {
+      const int64_t lane = i % kPanelRows;
+      uint8_t* panel = static_cast<uint8_t*>(data) + (first_row + i) / kPanelRows * bytes;
+      if (lane == 0) std::memset(panel, 0, static_cast<size_t>(bytes));
+      const uint8_t* row =
+          static_cast<const uint8_t*>(source) + (order ? order[i] : i) * source_stride;
+      fits = pack_row(format, source_kind, row, columns, buffer,
+                      {panel, group_layout(format), lane});
+    }
+  });
+  return fits ? status : TL_DOES_NOT_FIT;
 }

@@ -64,9 +64,11 @@ Scratch::~Scratch() { std::free(memory_); }
 void* Scratch::bytes(size_t size) {
   if (size > size_) {
     std::free(memory_);
-    size_ = (size + 4095) & ~size_t{4095};
-    memory_ = std::aligned_alloc(64, size_);
-    if (!memory_) std::abort();  // nothing sensible can follow in the middle of a step
+    size_ = 0;
+    const size_t whole_pages = (size + 4095) & ~size_t{4095};
+    memory_ = std::aligned_alloc(64, whole_pages);
+    if (!memory_) throw std::bad_alloc();
+    size_ = whole_pages;
   }
   return memory_;
 }
@@ -84,6 +86,7 @@ void Job::reset(const int64_t* counts, int num_counts) {
     progress_[i].num_chunks.store(kUnknown, std::memory_order_relaxed);
   }
   current_stage_.store(0, std::memory_order_relaxed);
+  has_failed_.store(false, std::memory_order_relaxed);
 }
 
 void Job::lead(Scratch& scratch, double* seconds) noexcept {
@@ -126,7 +129,7 @@ void Job::work(int stage, Scratch& scratch) {
   if (progress.load(std::memory_order_acquire) / kClaimed < num_chunks) {
     uint64_t before = progress.fetch_add(kClaimed, std::memory_order_acq_rel);
     while (before / kClaimed < num_chunks) {
-      stages_[stage]->run(static_cast<int64_t>(before / kClaimed), counts_, scratch);
+      run_chunk(stage, before / kClaimed, scratch);
       before = progress.fetch_add(kClaimed + kDone, std::memory_order_acq_rel);
     }
   }
@@ -134,6 +137,16 @@ void Job::work(int stage, Scratch& scratch) {
     return progress.load(std::memory_order_acquire) % kClaimed >= num_chunks;
   };
   if (!spin(kSecondsOfChunk, is_over)) wait_for_core(is_over);
+}
+
+// After a failure chunks are only counted off: what they would read may not be there.
+void Job::run_chunk(int stage, uint64_t chunk, Scratch& scratch) noexcept {
+  if (has_failed()) return;
+  try {
+    stages_[stage]->run(static_cast<int64_t>(chunk), counts_, scratch);
+  } catch (const std::exception&) {
+    has_failed_.store(true, std::memory_order_relaxed);
+  }
 }
 
 Pool::Pool(int num_threads) : process_(getpid()) {
@@ -162,12 +175,12 @@ Pool::~Pool() {
 
 bool Pool::is_forked() const { return getpid() != process_; }
 
-void Pool::run(const std::shared_ptr<Job>& job, double* seconds) noexcept {
+bool Pool::run(const std::shared_ptr<Job>& job, double* seconds) noexcept {
   const FloatState defaults;
   if (is_taken_.exchange(true, std::memory_order_acquire)) {
     Scratch scratch;
     job->lead(scratch, seconds);
-    return;
+    return !job->has_failed();
   }
   const bool is_shared = !helpers_.empty() && !job->is_for_one() && !is_forked();
   if (is_shared) post(job);
@@ -176,7 +189,9 @@ void Pool::run(const std::shared_ptr<Job>& job, double* seconds) noexcept {
     std::lock_guard<std::mutex> lock(mutex_);
     job_.reset();
   }
+  const bool went_well = !job->has_failed();
   is_taken_.store(false, std::memory_order_release);
+  return went_well;
 }
 
 void Pool::post(const std::shared_ptr<Job>& job) {

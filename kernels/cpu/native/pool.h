@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -28,7 +29,8 @@ class Scratch {
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
-  // At least `count` values, aligned to 64 bytes. Takes back what the last call gave.
+  // At least `count` values, aligned to 64 bytes. Takes back what the last call gave. Throws
+  // std::bad_alloc.
   template <class T>
   T* get(size_t count) {
     return static_cast<T*>(bytes(count * sizeof(T)));
@@ -41,7 +43,8 @@ class Scratch {
   size_t size_ = 0;
 };
 
-// One stage of a job. Both functions run on several threads at once, and neither may throw.
+// One stage of a job. Both functions run on several threads at once. `run` may throw: the job has
+// then failed, and no more of it is run. `num_chunks` may not.
 class Stage {
  public:
   virtual ~Stage() = default;
@@ -80,6 +83,9 @@ class Job {
   void leave() { num_helpers_.fetch_sub(1, std::memory_order_release); }
   bool has_helpers() const { return num_helpers_.load(std::memory_order_acquire) > 0; }
 
+  // Whether a stage threw. Known when `lead` is over.
+  bool has_failed() const { return has_failed_.load(std::memory_order_relaxed); }
+
  private:
   // One cache line per stage: the cores pass it to each other with every chunk.
   struct alignas(64) Progress {
@@ -93,6 +99,7 @@ class Job {
   int64_t count_chunks(int stage);
   // Works on a stage as long as it has chunks, then waits for the claimed ones.
   void work(int stage, Scratch& scratch);
+  void run_chunk(int stage, uint64_t chunk, Scratch& scratch) noexcept;
 
   std::shared_ptr<const void> owner_;
   const Stage* const* stages_;
@@ -102,6 +109,7 @@ class Job {
   // The first stage that may have work left; num_stages_ when the job is over.
   std::atomic<int> current_stage_{0};
   std::atomic<int> num_helpers_{0};
+  std::atomic<bool> has_failed_{false};
 };
 
 class Pool {
@@ -112,14 +120,15 @@ class Pool {
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  // Runs all stages, one after the other; returns when the last is over. The helpers serve one
-  // caller at a time: who comes while they do, be it a stage that runs a job itself, and who comes
-  // in a child of a fork, where they are gone, works alone.
-  void run(const std::shared_ptr<Job>& job, double* seconds = nullptr) noexcept;
+  // Runs all stages, one after the other; returns when the last is over, or false where one failed.
+  // The helpers serve one caller at a time: who comes while they do, be it a stage that runs a job
+  // itself, and who comes in a child of a fork, where they are gone, works alone.
+  bool run(const std::shared_ptr<Job>& job, double* seconds = nullptr) noexcept;
 
-  // Runs `chunk(index, scratch)` for each index.
+  // Runs `chunk(index, scratch)` for each index. Throws std::bad_alloc where a chunk did, or where
+  // there is no memory for the job.
   template <class Chunk>
-  void for_each(int64_t num_chunks, Chunk chunk) noexcept;
+  void for_each(int64_t num_chunks, Chunk chunk);
 
   int num_threads() const { return static_cast<int>(helpers_.size()) + 1; }
   // Whether this process is a child of the pool's, without its threads: it may use the pool, but
@@ -146,7 +155,7 @@ class Pool {
 };
 
 template <class Chunk>
-void Pool::for_each(int64_t num_chunks, Chunk chunk) noexcept {
+void Pool::for_each(int64_t num_chunks, Chunk chunk) {
   struct Only : Stage {
     Only(int64_t n, Chunk f) : num_chunks_(n), chunk_(std::move(f)), self_(this) {}
     int64_t num_chunks(const int64_t*) const override { return num_chunks_; }
@@ -159,7 +168,7 @@ void Pool::for_each(int64_t num_chunks, Chunk chunk) noexcept {
   };
   auto stage = std::make_shared<Only>(num_chunks, std::move(chunk));
   const Stage* const* stages = &stage->self_;
-  run(std::make_shared<Job>(std::move(stage), stages, 1));
+  if (!run(std::make_shared<Job>(std::move(stage), stages, 1))) throw std::bad_alloc();
 }
 
 }  // namespace tokenline

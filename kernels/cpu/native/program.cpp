@@ -9,7 +9,7 @@ using tokenline::Job;
 using tokenline::Pool;
 using tokenline::Stage;
 
-void TlProgram::add(std::unique_ptr<Stage> stage) noexcept {
+void TlProgram::add(std::unique_ptr<Stage> stage) {
   stages_->all.push_back(stage.get());
   stages_->owned.push_back(std::move(stage));
   op_of_stage_.push_back(names_.size() - 1);
@@ -17,14 +17,14 @@ void TlProgram::add(std::unique_ptr<Stage> stage) noexcept {
   job_.reset();
 }
 
-void TlProgram::run(Pool& pool, const int64_t* counts) noexcept {
+bool TlProgram::run(Pool& pool, const int64_t* counts) {
   // A helper that has not yet left the last run keeps that job; this run then gets its own.
   if (!job_ || job_->has_helpers()) {
     const auto& all = stages_->all;
     job_ = std::make_shared<Job>(stages_, all.data(), static_cast<int>(all.size()));
   }
   job_->reset(counts, TL_NUM_COUNTS);
-  pool.run(job_, profiles_ ? stage_seconds_.data() : nullptr);
+  return pool.run(job_, profiles_ ? stage_seconds_.data() : nullptr);
 }
 
 void TlProgram::set_profiling(bool is_on) {
@@ -62,8 +62,10 @@ TlProgram* tl_program_new(void) {
 
 void tl_program_delete(TlProgram* program) { delete program; }
 
-void tl_program_run(TlProgram* program, TlPool* pool, const int64_t counts[TL_NUM_COUNTS]) {
-  program->run(*pool, counts);
+int32_t tl_program_run(TlProgram* program, TlPool* pool, const int64_t counts[TL_NUM_COUNTS]) {
+  return tokenline::guarded([&] {
+    if (!program->run(*pool, counts)) throw std::bad_alloc();
+  });
 }
 
 int32_t tl_program_num_ops(const TlProgram* program) { return program->num_ops(); }

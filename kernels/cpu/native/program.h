@@ -1,6 +1,7 @@
 // A recorded list of ops, each of one stage or several, that runs in one call.
 #pragma once
 
+#include <exception>
 #include <memory>
 #include <string>
 #include <utility>
@@ -16,18 +17,20 @@ struct TlPool : tokenline::Pool {
 
 struct TlProgram {
   // Ops are added first, then the program runs as often as one likes. Begins an op; the stages
-  // added next are its own.
-  void begin_op(const char* name) noexcept { names_.push_back(name); }
-  void add(std::unique_ptr<tokenline::Stage> stage) noexcept;
+  // added next are its own. Adding and keeping throw std::bad_alloc, upon which the program is good
+  // for nothing.
+  void begin_op(const char* name) { names_.push_back(name); }
+  void add(std::unique_ptr<tokenline::Stage> stage);
   // Keeps `thing` alive as long as the program.
   template <class T>
-  T* keep(std::shared_ptr<T> thing) noexcept {
+  T* keep(std::shared_ptr<T> thing) {
     T* kept = thing.get();
     stages_->kept.push_back(std::move(thing));
     return kept;
   }
 
-  void run(tokenline::Pool& pool, const int64_t* counts) noexcept;
+  // False where memory ran out.
+  bool run(tokenline::Pool& pool, const int64_t* counts);
 
   int num_ops() const { return static_cast<int>(names_.size()); }
   const char* op_name(int op) const { return names_[static_cast<size_t>(op)].c_str(); }
@@ -49,3 +52,19 @@ struct TlProgram {
   bool profiles_ = false;
   std::vector<double> stage_seconds_;
 };
+
+namespace tokenline {
+
+// What a function of the C interface does: TL_OK, or TL_NO_MEMORY where `body` throws, for want of
+// memory or since it wants more than there can be.
+template <class Body>
+int32_t guarded(const Body& body) noexcept {
+  try {
+    body();
+    return TL_OK;
+  } catch (const std::exception&) {
+    return TL_NO_MEMORY;
+  }
+}
+
+}  // namespace tokenline

@@ -110,28 +110,32 @@ int64_t tl_kv_block_bytes(int32_t type, int64_t block_size, int64_t num_kv_heads
   return KvLayout(type, block_size, num_kv_heads, head_dim).block_bytes;
 }
 
-void tl_add_rope(TlProgram* program, int32_t count, float* query, int64_t stride, int64_t num_heads,
-                 int64_t head_dim, TlRotary rotary) {
-  program->begin_op("rope");
-  add_row_stage(program, count, 2 * num_heads * head_dim, 0, [=](int64_t row, float*) {
-    for (int64_t head = 0; head < num_heads; head++) {
-      float* x = query + row * stride + head * head_dim;
-      rotate(x, head_dim, rotary, row, x);
-    }
+int32_t tl_add_rope(TlProgram* program, int32_t count, float* query, int64_t stride,
+                    int64_t num_heads, int64_t head_dim, TlRotary rotary) {
+  return guarded([&] {
+    program->begin_op("rope");
+    add_row_stage(program, count, 2 * num_heads * head_dim, 0, [=](int64_t row, float*) {
+      for (int64_t head = 0; head < num_heads; head++) {
+        float* x = query + row * stride + head * head_dim;
+        rotate(x, head_dim, rotary, row, x);
+      }
+    });
   });
 }
 
-void tl_add_rope_and_cache(TlProgram* program, int32_t count, const float* key, int64_t key_stride,
-                           const float* value, int64_t value_stride, TlRotary rotary, TlKvLayer kv,
-                           const int32_t* slot_mapping) {
-  program->begin_op("rope_and_cache");
-  const KvLayout layout(kv.type, kv.block_size, kv.num_kv_heads, kv.head_dim);
-  const CacheOp op{key, key_stride, value, value_stride, rotary, kv, layout, slot_mapping};
-  if (kv.type == TL_KV_F32) {
-    add_cache_stage<float>(program, count, op);
-  } else if (kv.type == TL_KV_F16) {
-    add_cache_stage<uint16_t>(program, count, op);
-  } else {
-    add_cache_stage<int8_t>(program, count, op);
-  }
+int32_t tl_add_rope_and_cache(TlProgram* program, int32_t count, const float* key,
+                              int64_t key_stride, const float* value, int64_t value_stride,
+                              TlRotary rotary, TlKvLayer kv, const int32_t* slot_mapping) {
+  return guarded([&] {
+    program->begin_op("rope_and_cache");
+    const KvLayout layout(kv.type, kv.block_size, kv.num_kv_heads, kv.head_dim);
+    const CacheOp op{key, key_stride, value, value_stride, rotary, kv, layout, slot_mapping};
+    if (kv.type == TL_KV_F32) {
+      add_cache_stage<float>(program, count, op);
+    } else if (kv.type == TL_KV_F16) {
+      add_cache_stage<uint16_t>(program, count, op);
+    } else {
+      add_cache_stage<int8_t>(program, count, op);
+    }
+  });
 }

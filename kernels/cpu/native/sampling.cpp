@@ -68,43 +68,47 @@ class LogSoftmax {
 
 using namespace tokenline;
 
-void tl_sample(TlPool* pool, const float* logits, int64_t stride, int64_t vocab_size,
-               int64_t num_rows, const float* temperature, const float* min_p,
-               const int64_t* top_k, const float* top_p, const int64_t* seeds,
-               const int64_t* positions, int64_t* token_ids) {
-  pool->for_each(num_rows, [=](int64_t i, Scratch& scratch) {
-    const Workspace workspace = make_workspace(scratch, vocab_size);
-    LogitRow row(logits + i * stride, vocab_size, workspace.block_maxima);
-    if (!row.scan()) {
-      token_ids[i] = -1;
-    } else if (temperature[i] >= kGreedyTemperature && top_p[i] > 0) {
-      const Filters filters = {temperature[i], min_p[i], top_k[i], top_p[i]};
-      const Cut cut = filter(row, filters, workspace);
-      token_ids[i] = draw(row, cut, temperature[i], Philox(seeds[i], positions[i]));
-    } else {
-      token_ids[i] = row.likeliest();
-    }
+int32_t tl_sample(TlPool* pool, const float* logits, int64_t stride, int64_t vocab_size,
+                  int64_t num_rows, const float* temperature, const float* min_p,
+                  const int64_t* top_k, const float* top_p, const int64_t* seeds,
+                  const int64_t* positions, int64_t* token_ids) {
+  return guarded([&] {
+    pool->for_each(num_rows, [=](int64_t i, Scratch& scratch) {
+      const Workspace workspace = make_workspace(scratch, vocab_size);
+      LogitRow row(logits + i * stride, vocab_size, workspace.block_maxima);
+      if (!row.scan()) {
+        token_ids[i] = -1;
+      } else if (temperature[i] >= kGreedyTemperature && top_p[i] > 0) {
+        const Filters filters = {temperature[i], min_p[i], top_k[i], top_p[i]};
+        const Cut cut = filter(row, filters, workspace);
+        token_ids[i] = draw(row, cut, temperature[i], Philox(seeds[i], positions[i]));
+      } else {
+        token_ids[i] = row.likeliest();
+      }
+    });
   });
 }
 
-void tl_token_logprobs(TlPool* pool, const float* logits, int64_t stride, int64_t vocab_size,
-                       int64_t num_rows, const int64_t* chosen, int64_t num_top,
-                       float* chosen_logprobs, int64_t* top_ids, float* top_logprobs) {
-  pool->for_each(num_rows, [=](int64_t i, Scratch& scratch) {
-    const Workspace workspace = make_workspace(scratch, vocab_size);
-    LogitRow row(logits + i * stride, vocab_size, workspace.block_maxima);
-    int64_t* ids = top_ids + i * num_top;
-    float* logprobs = top_logprobs + i * num_top;
-    if (!row.scan()) {
-      chosen_logprobs[i] = NAN;
-      for (int64_t k = 0; k < num_top; k++) {
-        ids[k] = k;
-        logprobs[k] = NAN;
+int32_t tl_token_logprobs(TlPool* pool, const float* logits, int64_t stride, int64_t vocab_size,
+                          int64_t num_rows, const int64_t* chosen, int64_t num_top,
+                          float* chosen_logprobs, int64_t* top_ids, float* top_logprobs) {
+  return guarded([&] {
+    pool->for_each(num_rows, [=](int64_t i, Scratch& scratch) {
+      const Workspace workspace = make_workspace(scratch, vocab_size);
+      LogitRow row(logits + i * stride, vocab_size, workspace.block_maxima);
+      int64_t* ids = top_ids + i * num_top;
+      float* logprobs = top_logprobs + i * num_top;
+      if (!row.scan()) {
+        chosen_logprobs[i] = NAN;
+        for (int64_t k = 0; k < num_top; k++) {
+          ids[k] = k;
+          logprobs[k] = NAN;
+        }
+        return;
       }
-      return;
-    }
-    const LogSoftmax log_softmax(row);
-    chosen_logprobs[i] = log_softmax.of(row[chosen[i]]);
-    if (num_top) log_softmax.list(num_top, workspace, ids, logprobs);
+      const LogSoftmax log_softmax(row);
+      chosen_logprobs[i] = log_softmax.of(row[chosen[i]]);
+      if (num_top) log_softmax.list(num_top, workspace, ids, logprobs);
+    });
   });
 }

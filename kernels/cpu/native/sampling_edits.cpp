@@ -53,11 +53,13 @@ void penalise_row(float* logits, int64_t vocab_size, const int32_t* token_ids, i
 
 using namespace tokenline;
 
-void tl_mask_logits(TlPool* pool, float* logits, int64_t stride, int64_t vocab_size,
-                    int64_t num_rows, const int64_t* rows, const int32_t* allowed) {
-  const int64_t num_words = (vocab_size + 31) / 32;
-  pool->for_each(num_rows, [=](int64_t i, Scratch&) {
-    mask_row(logits + rows[i] * stride, vocab_size, allowed + i * num_words);
+int32_t tl_mask_logits(TlPool* pool, float* logits, int64_t stride, int64_t vocab_size,
+                       int64_t num_rows, const int64_t* rows, const int32_t* allowed) {
+  return guarded([&] {
+    const int64_t num_words = (vocab_size + 31) / 32;
+    pool->for_each(num_rows, [=](int64_t i, Scratch&) {
+      mask_row(logits + rows[i] * stride, vocab_size, allowed + i * num_words);
+    });
   });
 }
 
@@ -66,15 +68,17 @@ void tl_bias_logits(float* logits, int64_t stride, int64_t num_biases, const int
   for (int64_t i = 0; i < num_biases; i++) logits[rows[i] * stride + token_ids[i]] += biases[i];
 }
 
-void tl_penalize(TlPool* pool, float* logits, int64_t stride, int64_t vocab_size,
-                 int64_t num_rows, const int64_t* rows, const int32_t* token_ids,
-                 int64_t token_stride, const int64_t* prompt_lens, const int64_t* seq_lens,
-                 const float* repetition, const float* presence, const float* frequency) {
-  pool->for_each(num_rows, [=](int64_t i, Scratch& scratch) {
-    int32_t* counts = scratch.get<int32_t>(static_cast<size_t>(vocab_size));
-    std::fill(counts, counts + vocab_size, 0);
-    const int64_t row = rows ? rows[i] : i;
-    penalise_row(logits + row * stride, vocab_size, token_ids + i * token_stride, prompt_lens[i],
-                 seq_lens[i], {repetition[i], presence[i], frequency[i]}, counts);
+int32_t tl_penalize(TlPool* pool, float* logits, int64_t stride, int64_t vocab_size,
+                    int64_t num_rows, const int64_t* rows, const int32_t* token_ids,
+                    int64_t token_stride, const int64_t* prompt_lens, const int64_t* seq_lens,
+                    const float* repetition, const float* presence, const float* frequency) {
+  return guarded([&] {
+    pool->for_each(num_rows, [=](int64_t i, Scratch& scratch) {
+      int32_t* counts = scratch.get<int32_t>(static_cast<size_t>(vocab_size));
+      std::fill(counts, counts + vocab_size, 0);
+      const int64_t row = rows ? rows[i] : i;
+      penalise_row(logits + row * stride, vocab_size, token_ids + i * token_stride, prompt_lens[i],
+                   seq_lens[i], {repetition[i], presence[i], frequency[i]}, counts);
+    });
   });
 }
