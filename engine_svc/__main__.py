@@ -67,6 +67,7 @@ async def serve(settings: Settings) -> None:
                     compiler,
                     settings.step_timeout_seconds,
                     profile,
+                    settings.stream_interval_ms / 1000,
                 )
             )
             engine_pb2_grpc.add_EngineServiceServicer_to_server(service, server.grpc)

@@ -4,13 +4,13 @@ import asyncio
 import logging
 import math
 import queue
-import threading
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
+from engine_svc.delivery import Delivery
 from engine_svc.planning.errors import RequestRefused
 from engine_svc.planning.limits import SchedulerLoad
 from engine_svc.planning.request import Finish, FinishReason, Request, RequestOutput
@@ -21,10 +21,6 @@ from engine_svc.step_watchdog import StepHangs, StepWatchdog
 from protos.wire.errors import InternalError, Unavailable
 
 logger = logging.getLogger(__name__)
-
-# Deliveries that the event loop has yet to make; at so many the thread waits for it. Otherwise
-# steps that are quicker than their delivery would keep the loop from reading even an abort.
-_MAX_UNDELIVERED: Final = 8
 
 
 def engine_thread() -> ThreadPoolExecutor:
@@ -43,8 +39,9 @@ class EngineLoop:
     Where two steps may be in flight, the one after that which runs is planned and launched before
     its results are waited for, so that they are taken in and published while the next one runs.
 
-    `deliver` is called on the event loop with the outputs of a step, `on_failure` when the engine
-    cannot go on: then all requests have failed, `failure` says why, and only a new process helps.
+    `deliver` is called on the event loop with the outputs of one step or more, as Delivery says,
+    `on_failure` when the engine cannot go on: then all requests have failed, `failure` says why,
+    and only a new process helps.
     Leaving the block ends what still runs, and frees the thread, unless a step has taken longer
     than `step_timeout_seconds`: a thread that hangs cannot be ended but with its process.
     """
@@ -58,13 +55,14 @@ class EngineLoop:
         thread: ThreadPoolExecutor,
         step_timeout_seconds: float = math.inf,
         profile: StepProfile | None = None,
+        stream_interval_seconds: float = 0.0,
     ) -> None:
         self._scheduler = scheduler
         self._deliver = deliver
+        self._stream_interval_seconds = stream_interval_seconds
         self._on_failure = on_failure
         # Run by the thread between steps, in order; what they return is published.
         self._commands: queue.SimpleQueue[Callable[[], list[RequestOutput]]] = queue.SimpleQueue()
-        self._undelivered = threading.Semaphore(_MAX_UNDELIVERED)
         self._load = scheduler.load
         self._stopping = False
         self._thread = thread
@@ -87,6 +85,7 @@ class EngineLoop:
 
     async def __aenter__(self) -> Self:
         self._event_loop = asyncio.get_running_loop()
+        self._delivery = Delivery(self._deliver, self._stream_interval_seconds)
         self._running = self._thread.submit(self._run)
         self._watching = asyncio.create_task(self._watch())
         return self
@@ -191,16 +190,9 @@ class EngineLoop:
         return outputs
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
-        """Hands outputs to the event loop, all in one call: waking it costs more than a token."""
         self._load = self._scheduler.load
         if outputs:
-            self._undelivered.acquire()
-            self._event_loop.call_soon_threadsafe(self._deliver_next, outputs)
-
-    def _deliver_next(self, outputs: list[RequestOutput]) -> None:
-        """On the event loop."""
-        self._undelivered.release()
-        self._deliver(outputs)
+            self._delivery.put(outputs)
 
     def _add(self, request: Request) -> list[RequestOutput]:
         try:
@@ -222,6 +214,8 @@ class EngineLoop:
             outputs += self._commands.get()()
         outputs += self._scheduler.fail_all(_engine_lost())
         self._load = self._scheduler.load
+        # What was published before comes first.
+        self._delivery.flush()
         self._deliver(outputs)
         self._on_failure()
 

@@ -59,10 +59,18 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         compiler: Compiler | None = None,
         step_timeout_seconds: float = math.inf,
         profile: StepProfile | None = None,
+        stream_interval_seconds: float = 0.0,
     ) -> None:
         scheduler = Scheduler(config, drafter_for(config))
         self._engine = EngineLoop(
-            scheduler, executor, self._deliver, on_failure, thread, step_timeout_seconds, profile
+            scheduler,
+            executor,
+            self._deliver,
+            on_failure,
+            thread,
+            step_timeout_seconds,
+            profile,
+            stream_interval_seconds,
         )
         self._gate = GrammarGate(compiler, self._engine.submit, self._deliver)
         self._vocab_size = executor.vocab_size

@@ -36,7 +36,7 @@ def allowed(own: set[str], others: set[str]) -> Allowed:
 
 # The longest matching name rules.
 TABLE: Mapping[str, Allowed] = {
-    "protos": allowed({"protos"}, GRPC | {"grpc_health", "grpc_reflection"}),
+    "protos": allowed({"protos"}, GRPC | {"grpc_health", "grpc_reflection", "uvloop"}),
     "protos.generate": allowed(set(), {"grpc_tools"}),
     "gateway": allowed(
         {"gateway", "protos"},
@@ -49,7 +49,6 @@ TABLE: Mapping[str, Allowed] = {
             "redis",
             "starlette",
             "uvicorn",
-            "uvloop",
         },
     ),
     "tokenizer_svc": allowed(

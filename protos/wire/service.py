@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, NoReturn, TypeVar
 
+import uvloop
+
 from protos.wire.errors import StartupError
 from protos.wire.logs import configure_logging
 from protos.wire.settings import load_settings
@@ -21,17 +23,15 @@ def run_main(
     service: str,
     settings_class: type[SettingsT],
     serve: Callable[[SettingsT], Coroutine[Any, Any, None]],
-    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> NoReturn:
     """Runs `serve` with settings from the command line and the environment, then exits.
 
-    `loop_factory` makes the event loop; None takes asyncio's own. A StartupError becomes one line
-    on stderr and exit code 78.
+    A StartupError becomes one line on stderr and exit code 78.
     """
     try:
         settings = load_settings(settings_class, service, sys.argv[1:], os.environ)
         configure_logging(service, getattr(settings, "log_level", "info"))
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
     except StartupError as error:
         _refuse(service, error)

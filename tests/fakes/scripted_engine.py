@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import uvloop
+
 from protos.common.v1 import common_pb2
 from protos.engine.v1 import engine_pb2, engine_pb2_grpc
 from protos.wire.logs import configure_logging
@@ -230,7 +232,7 @@ def main() -> None:
     parser.add_argument("--model-name", default="scripted")
     parser.add_argument("--model-fingerprint", default="scripted")
     configure_logging("scripted_engine")
-    asyncio.run(_serve(parser.parse_args()))
+    uvloop.run(_serve(parser.parse_args()))
 
 
 if __name__ == "__main__":
