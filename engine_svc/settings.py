@@ -52,7 +52,10 @@ class Settings:
         1024, "Sequences that may wait; more are refused as overload.", minimum=1
     )
     num_threads: int = setting(
-        0, "CPU threads that compute; 0 for one per core, shared among local engines.", minimum=0
+        0,
+        "CPU threads that compute; 0 for one per core, shared among local engines.",
+        minimum=0,
+        maximum=1024,
     )
     num_local_engines: int = setting(
         1, "Engines on this machine, which share its cores and free memory.", minimum=1

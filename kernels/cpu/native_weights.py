@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -60,7 +61,8 @@ class WeightPacker:
         self.library = library
         self._policy = policy
         self._formats = POLICIES[policy]
-        self._num_threads = num_threads
+        # More would only wait for each other.
+        self._num_threads = min(num_threads, os.cpu_count() or 1)
         self._store: WeightStore = MemoryStore()
         self._num_of_key: Counter[str] = Counter()
 

@@ -37,7 +37,14 @@ def test_kernels_of_the_cpu_are_refused_beside_a_gpu_that_would_not_run_them() -
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--dtype", "float8"), ("--block-size", "0"), ("--device", "tpu"), ("--kv-dtype", "int4")],
+    [
+        ("--dtype", "float8"),
+        ("--block-size", "0"),
+        ("--device", "tpu"),
+        ("--kv-dtype", "int4"),
+        # So many that the system gives the process no more, for whatever it needs one.
+        ("--num-threads", "100000"),
+    ],
 )
 def test_values_out_of_range_are_refused(arguments: tuple[str, str]) -> None:
     with pytest.raises(StartupError, match=arguments[0]):
