@@ -12,10 +12,12 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,16 +114,19 @@ def compile_all(num_workers: int, cache: Path, wanted: str = "") -> list[Form]:
     pairs = {key: pair for key, pair in _pairs().items() if wanted in pair[0].label}
     known = read_cache(cache)
     missing = [key for key in pairs if key not in known]
-    with contextlib.closing(_compile_in_workers(missing, num_workers)) as results:
-        for count, (key, compiled) in enumerate(results, start=1):
-            known[key] = compiled
-            # What is done stays, should the rest be interrupted.
-            if count % _WRITTEN_EVERY == 0:
-                write_cache(cache, read_cache(cache) | known)
-    if missing:
-        # Once all is there, what is of older sources goes.
-        kept = read_cache(cache) | known
-        write_cache(cache, kept if wanted else {key: kept[key] for key in pairs})
+    try:
+        with contextlib.closing(_compile_in_workers(missing, num_workers)) as results:
+            for count, (key, compiled) in enumerate(results, start=1):
+                known[key] = compiled
+                if count % _WRITTEN_EVERY == 0:
+                    write_cache(cache, read_cache(cache) | known)
+    finally:
+        # What is done stays, should the rest be interrupted.
+        if missing:
+            write_cache(cache, read_cache(cache) | known)
+    if missing and not wanted:
+        # Now that all is there, what is of older sources goes.
+        write_cache(cache, {key: known[key] for key in pairs})
     return [Form(variant, device, known[key]) for key, (variant, device) in pairs.items()]
 
 
@@ -145,7 +150,13 @@ def _compile_in_workers(keys: Sequence[str], num_workers: int) -> Iterator[tuple
     with tempfile.TemporaryDirectory(prefix="tokenline-") as directory:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(num_workers, context, _start_worker, (directory,)) as workers:
-            yield from zip(keys, workers.map(_compile_one, keys), strict=True)
+            # Workers begin here, and take this on: an interrupt, which comes to all, is ours alone.
+            kept = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                results = workers.map(_compile_one, keys)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, kept)
+            yield from zip(keys, results, strict=True)
 
 
 class _Worker:
@@ -203,17 +214,36 @@ def table(forms: Iterable[Form]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="kernels whose label has this in it")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--workers", type=_positive, default=os.cpu_count() or 1)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
     if knobs.runtime.interpret:
         parser.error("with TRITON_INTERPRET set nothing is compiled")
-    forms = compile_all(arguments.workers, cache_path(), arguments.only)
+    cache = cache_path()
+    try:
+        # Before minutes are spent on what could then not be kept.
+        write_cache(cache, read_cache(cache))
+        forms = compile_all(arguments.workers, cache, arguments.only)
+    except OSError as error:
+        parser.exit(1, f"{parser.prog}: cannot keep what is compiled: {error}\n")
+    except BrokenProcessPool:
+        parser.exit(1, f"{parser.prog}: a process that compiled was ended\n")
+    except KeyboardInterrupt:
+        parser.exit(130, f"{parser.prog}: interrupted; what was compiled is kept\n")
+    if not forms:
+        parser.error(f"--only: no kernel's label has {arguments.only!r} in it")
     if arguments.json:
         print(json.dumps([_described(form) for form in forms]))
     else:
         print(table(forms))
     return 1 if any(form.fault for form in forms) else 0
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
 
 
 def _described(form: Form) -> dict[str, object]:

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,7 +33,9 @@ class Report:
     def add(self, record: Record) -> None:
         with self._lock:
             self._records.append(record)
-            self._write()
+            # Should the disk be full, the rest is still to be heard; the last writing tells.
+            with suppress(OSError):
+                self._write()
         if _is_failure(record):
             print(f"FAILED {record.part}: {record.name}\n{record.detail}", flush=True)
 

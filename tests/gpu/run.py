@@ -146,21 +146,28 @@ def main() -> int:
     parser.add_argument("--max-seconds", type=float, default=465, help="of all parts together")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny shapes")
     arguments = parser.parse_args()
-    words = arguments.only.split(",")
+    words = [word for word in arguments.only.split(",") if word] or [""]
     parts = [part for part in PARTS if any(word in part.name for word in words)]
     if not parts:
         parser.error(f"no part is called so: {', '.join(part.name for part in PARTS)}")
+    if arguments.model is not None and not arguments.model.is_file():
+        parser.error(f"--model: there is no file {arguments.model}")
     report = Report(arguments.out)
+    try:
+        report.write()
+    except OSError as error:
+        parser.error(f"--out cannot be written: {error}")
     with tempfile.TemporaryDirectory(prefix="tokenline-gpu-") as scratch:
         run = Run(arguments, report, Path(scratch))
         # Whoever ends this ends the parts; what they found is written already.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
         try:
             run.run(parts)
         finally:
             run.stop()
+            print(report.text(), flush=True)
             report.write()
-            print(report.text())
     return 1 if report.has_failures else 0
 
 

@@ -1,10 +1,13 @@
 """The run for a GPU machine, rehearsed: all parts to their end, and what is kept of one ended."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from tests.gpu.bench_attention import FLASH, SPLIT
 from tests.gpu.bench_engine import DECODE, IDLE, PREFILL, SAMPLER
@@ -61,21 +64,53 @@ def test_a_rehearsal_runs_every_part_and_nothing_fails(tmp_path: Path) -> None:
     assert found["costs_of_batch_invariance"]
 
 
-def test_what_was_found_before_a_run_is_ended_is_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_was_found_before_a_run_is_ended_is_kept(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     out = tmp_path / "gpu.json"
     process = subprocess.Popen(
         command(out, "--only", "rows"), cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not out.exists() and time.monotonic() < deadline:
-        assert process.poll() is None
+    while not (out.exists() and json.loads(out.read_text())["records"]):
+        assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
-    process.terminate()
+    process.send_signal(number)
     # To its end only if no child still holds it open.
     shown, _ = process.communicate(timeout=60)
-    assert process.returncode == 143
+    assert process.returncode == 128 + number
     assert json.loads(out.read_text())["records"]
     assert "rows" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--out", "no/such/directory/gpu.json"], "--out cannot be written"),
+        (["--model", "no-such.gguf"], "--model: there is no file no-such.gguf"),
+        (["--only", "nothing,"], "no part is called so"),
+    ],
+)
+def test_what_a_run_could_not_do_is_told_before_it_begins(
+    tmp_path: Path, arguments: list[str], told: str
+) -> None:
+    done = subprocess.run(
+        [*command(tmp_path / "gpu.json"), *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert told in done.stderr.splitlines()[-1]
+
+
+def test_records_are_heard_even_if_they_cannot_be_written(tmp_path: Path) -> None:
+    directory = tmp_path / "gone"
+    directory.mkdir()
+    report = Report(directory / "gpu.json")
+    directory.rmdir()
+    Recorder("part", report.add, False).measure("a", 2.0, "ms")
+    assert "part: a" in report.text()
+    with pytest.raises(OSError, match=r"gpu\.json"):
+        report.write()
 
 
 def test_what_is_not_installed_is_not_needed() -> None:

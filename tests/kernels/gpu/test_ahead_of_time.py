@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -104,3 +106,60 @@ def test_a_cache_that_cannot_be_read_is_one_that_is_not_there(tmp_path: Path) ->
     for content in ("{", '{"a": {"other": 1}}', "[1]"):
         cache.write_text(content)
         assert ahead_of_time.read_cache(cache) == {}
+
+
+def pairs_of_two() -> dict[str, object]:
+    variant = all_variants()[0]
+    return {name: (variant, DEVICES[0]) for name in ("first", "second")}
+
+
+def test_what_was_compiled_before_an_interrupt_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache.json"
+    ahead_of_time.write_cache(cache, {"older": Compiled(9)})
+    monkeypatch.setattr(ahead_of_time, "_pairs", pairs_of_two)
+
+    def interrupted(keys: list[str], num_workers: int) -> Iterator[tuple[str, Compiled]]:
+        yield keys[0], Compiled(32)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ahead_of_time, "_compile_in_workers", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ahead_of_time.compile_all(1, cache)
+    assert ahead_of_time.read_cache(cache) == {"older": Compiled(9), "first": Compiled(32)}
+    monkeypatch.setattr(
+        ahead_of_time, "_compile_in_workers", lambda keys, _: ((key, Compiled(64)) for key in keys)
+    )
+    forms = ahead_of_time.compile_all(1, cache)
+    assert [form.compiled.registers for form in forms] == [32, 64]
+    assert ahead_of_time.read_cache(cache).keys() == {"first", "second"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["--workers", "0"], 2, "--workers: must be at least 1"),
+        (["--only", "no such"], 2, "--only: no kernel's label has 'no such' in it"),
+        (["--only", "silu", "--json"], 1, "cannot keep what is compiled"),
+    ],
+)
+def test_what_cannot_be_done_is_told_in_a_line_before_anything_is_compiled(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    told: str,
+) -> None:
+    monkeypatch.setattr(ahead_of_time, "knobs", Mock(**{"runtime.interpret": False}))
+    monkeypatch.setattr(ahead_of_time, "_pairs", pairs_of_two)
+    monkeypatch.setattr(sys, "argv", ["ahead_of_time", *arguments])
+    directory = tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(directory))
+    if "cannot keep" in told:
+        directory.write_text("a file")
+    with pytest.raises(SystemExit) as ended:
+        ahead_of_time.main()
+    assert ended.value.code == code
+    assert told in capsys.readouterr().err.splitlines()[-1]
