@@ -10,6 +10,7 @@ Everything that is wrong is reported at once.
 
 import dataclasses
 import difflib
+import math
 import re
 import sys
 import types
@@ -92,9 +93,16 @@ def _parse_path(text: str) -> Path:
     return Path(text).expanduser()
 
 
+def _parse_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError("not a finite number")
+    return value
+
+
 _PARSERS: dict[Any, Callable[[str], Any]] = {
     int: int,
-    float: float,
+    float: _parse_float,
     str: str,
     Path: _parse_path,
     bool: _parse_bool,
@@ -201,7 +209,7 @@ def _parse(field: "dataclasses.Field[Any]", hint: Any, text: str) -> Any:
     try:
         value = parser(text)
     except ValueError as error:
-        if parser in (int, float):
+        if parser in (int, _parse_float):
             raise ValueError(f"expected a number, got {text!r}") from error
         raise
     choices = field.metadata["choices"]

@@ -18,6 +18,7 @@ class Settings:
     tokenizer: tuple[str, ...] = setting(("127.0.0.1:1",), "Addresses.")
     prefix_cache: bool = setting(True, "Reuse prefixes.")
     dtype: str = setting("float32", "Number format.", choices=("float32", "bfloat16"))
+    seconds: float = setting(1.5, "A time.", minimum=0)
 
 
 def load(*arguments: str, **environment: str) -> Settings:
@@ -75,6 +76,14 @@ def test_a_flag_without_a_value_is_an_error() -> None:
 def test_a_number_that_is_none_is_named() -> None:
     with pytest.raises(StartupError, match="--port: expected a number, got 'x'"):
         load("--model=m", "--port=x")
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e999"])
+def test_a_time_that_is_not_finite_is_refused(text: str) -> None:
+    """NaN is neither below a minimum nor above a maximum."""
+    with pytest.raises(StartupError, match=f"--seconds: expected a number, got '{text}'"):
+        load("--model=m", f"--seconds={text}")
+    assert load("--model=m", "--seconds=2e1").seconds == 20.0
 
 
 def test_help_lists_settings_with_their_environment_names(
