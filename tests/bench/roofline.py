@@ -11,6 +11,7 @@ On a GPU the ops of that decode step are measured too, with random weights, and 
 """
 
 import argparse
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from rich.table import Table
 from engine_svc.compute.model.config import LLAMA, QWEN3, ModelConfig, RopeConfig, read_hf_config
 from engine_svc.compute.model.gguf_file import GgufFile
 from kernels.gpu.kv_cache import KvFormat
+from protos.wire.errors import StartupError
 from tests.bench.roofline_devices import DEVICES, DeviceFigures
 from tests.bench.roofline_measured import measured_seconds
 from tests.bench.roofline_ops import WEIGHTS, Op, Sequences, StepOps, WeightFormat, merged
@@ -126,40 +128,42 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument(
         "--model",
+        type=read_config,
         default="llama-3.1-8b",
         help=f"a GGUF file, a Hugging Face directory, or one of {', '.join(MODELS)}",
     )
     parser.add_argument("--device", default="h200", choices=DEVICES)
-    parser.add_argument("--weights", default="bf16", help=f"some of {','.join(WEIGHTS)}")
+    parser.add_argument(
+        "--weights", type=weight_formats, default="bf16", help=f"some of {','.join(WEIGHTS)}"
+    )
     parser.add_argument(
         "--kv", default=KvFormat.BFLOAT16.value, choices=[kind.value for kind in KvFormat]
     )
-    parser.add_argument("--batch", default="1,16,64,256")
-    parser.add_argument("--context", default="512,4096,32768")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
-    parser.add_argument("--memory-share", type=float, default=1.0, help="of the bandwidth")
-    parser.add_argument("--compute-share", type=float, default=1.0, help="of the products")
+    parser.add_argument("--batch", type=numbers, default="1,16,64,256")
+    parser.add_argument("--context", type=numbers, default="512,4096,32768")
+    parser.add_argument("--max-num-batched-tokens", type=number, default=8192)
+    parser.add_argument("--memory-share", type=share, default=1.0, help="of the bandwidth")
+    parser.add_argument("--compute-share", type=share, default=1.0, help="of the products")
     parser.add_argument("--markdown", action="store_true", help="the README's tables, no others")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    config, figures = read_config(arguments.model), DEVICES[arguments.device]
+    figures, batches, contexts = DEVICES[arguments.device], arguments.batch, arguments.context
     device = replace(
         figures,
         bytes_per_second=figures.bytes_per_second * arguments.memory_share,
         flops=figures.flops * arguments.compute_share,
     )
-    batches, contexts = numbers(arguments.batch), numbers(arguments.context)
     rooflines = [
         Roofline(
-            config,
+            arguments.model,
             device,
-            WEIGHTS[name],
+            weights,
             KvFormat(arguments.kv),
             arguments.max_num_batched_tokens,
         )
-        for name in arguments.weights.split(",")
+        for weights in arguments.weights
     ]
     if not arguments.markdown:
         for roofline in rooflines:
@@ -168,15 +172,41 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def read_config(model: str) -> ModelConfig:
-    """StartupError where there is no such model."""
+    """Of an argument: as the next ones, ArgumentTypeError for what is none."""
     if model in MODELS:
         return MODELS[model]
     path = Path(model)
-    return read_hf_config(path) if path.is_dir() else GgufFile(path).config
+    try:
+        return read_hf_config(path) if path.is_dir() else GgufFile(path).config
+    except StartupError as error:
+        raise ArgumentTypeError(str(error)) from error
+
+
+def weight_formats(text: str) -> list[WeightFormat]:
+    unknown = [name for name in text.split(",") if name not in WEIGHTS]
+    if unknown:
+        raise ArgumentTypeError(f"there is no {unknown[0]!r}, only {', '.join(WEIGHTS)}")
+    return [WEIGHTS[name] for name in text.split(",")]
+
+
+def number(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise ArgumentTypeError(f"must be a number of at least 1, not {text!r}")
+    return int(text)
 
 
 def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
+    return [number(part) for part in text.split(",")]
+
+
+def share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value <= 1.0:
+        raise ArgumentTypeError(f"must be above 0 and at most 1, not {text!r}")
+    return value
 
 
 def print_ops(roofline: Roofline, batch: int, context: int) -> None:

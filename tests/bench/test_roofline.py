@@ -1,5 +1,6 @@
 """The roofline: its bytes and FLOPs against counts by hand, and the README's tables against it."""
 
+import argparse
 import dataclasses
 from pathlib import Path
 
@@ -9,7 +10,14 @@ import torch
 from engine_svc.compute.model.config import QWEN3
 from kernels.gpu.kv_cache import KvFormat
 from tests.bench import roofline_measured
-from tests.bench.roofline import MODELS, Roofline, markdown, model_config, read_config
+from tests.bench.roofline import (
+    MODELS,
+    Roofline,
+    add_command,
+    markdown,
+    model_config,
+    read_config,
+)
 from tests.bench.roofline_devices import DEVICES
 from tests.bench.roofline_ops import WEIGHTS, Op, Sequences, StepOps
 
@@ -110,6 +118,30 @@ def test_each_op_is_measured_too(monkeypatch: pytest.MonkeyPatch, weights, kv_fo
     one = roofline(weights, config=tiny, kv_format=KvFormat(kv_format))
     assert measured.keys() == {op.name for op in one.decode_ops(2, 20)}
     assert min(measured.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "told"),
+    [
+        ("--weights", "bf16,nf4", "there is no 'nf4', only bf16"),
+        ("--batch", "1,0", "must be a number of at least 1, not '0'"),
+        ("--context", "4k", "must be a number of at least 1, not '4k'"),
+        ("--max-num-batched-tokens", "0", "must be a number of at least 1"),
+        ("--memory-share", "0", "must be above 0 and at most 1, not '0'"),
+        ("--compute-share", "nan", "must be above 0 and at most 1, not 'nan'"),
+        ("--model", "no-such.gguf", "cannot read no-such.gguf"),
+        ("--device", "tpu", "invalid choice: 'tpu'"),
+    ],
+)
+def test_what_is_no_value_of_a_flag_is_told_in_a_line(
+    capsys: pytest.CaptureFixture[str], flag: str, value: str, told: str
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_command(parser.add_subparsers())
+    with pytest.raises(SystemExit):
+        parser.parse_args(["roofline", flag, value])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument {flag}: " in last and told in last
 
 
 @pytest.mark.slow
