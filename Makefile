@@ -9,7 +9,7 @@ PROTOS := $(shell find protos -name '*.proto' -not -path '*/.*')
 PACKAGING := pyproject.toml setup.py $(PROTOS)
 
 .DEFAULT_GOAL := help
-.PHONY: help up test lint types native bench clean
+.PHONY: help up test dev lint types native bench clean
 
 help: ## Lists these commands.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +24,8 @@ test: .venv/installed-dev lint types ## Runs every check: lint, types, all tests
 	@nice -n 19 $(BIN)/python -m kernels.gpu.ahead_of_time --workers 1 > /dev/null 2>&1 & compiling=$$!; \
 	$(BIN)/python -m pytest --durations 20; status=$$?; \
 	kill $$compiling 2> /dev/null; exit $$status
+
+dev: .venv/installed-dev ## Installs what tests and benches need, too.
 
 lint: .venv/installed-dev ## Checks style and format.
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Our speed beside five other processes that use 5 % of a core each, as a share of that alone.
+"""Our speed beside five other processes that use 0.05 of a core each, as a share of that alone.
 
 One stream of a line that is measured in turns, idle and beside. Exits with 1 where the median is
 under the goal, 0.75. Rounds in which yet others took over 4 % of the CPU do not count.
