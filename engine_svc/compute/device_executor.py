@@ -27,7 +27,7 @@ from engine_svc.compute.model.weights import WeightFiles, open_source
 from engine_svc.compute.persistent_batch import PromptTargets
 from engine_svc.compute.prompt_scoring import MAX_ROWS_AT_ONCE
 from engine_svc.compute.ranks import ONE_RANK, Ranks
-from engine_svc.compute.warm_up import first_steps, largest_step
+from engine_svc.compute.warm_up import first_steps, largest_steps
 from engine_svc.planning.step import StepPlan, StepResult
 from engine_svc.planning.step_profile import StepProfile
 from kernels import Kernels
@@ -72,8 +72,7 @@ class DeviceExecutor:
         `report` gets a line now and then. StartupError says in one line what is wrong with the
         model or why there is not enough memory for it.
         """
-        files = open_source(model)
-        return cls.of_files(files, config, device, kernels, report, num_threads, ranks)
+        return cls.of_files(open_source(model), config, device, kernels, report, num_threads, ranks)
 
     @classmethod
     def of_files(
@@ -110,6 +109,7 @@ class DeviceExecutor:
             device, kernels, model_config, decoder, batch.tables, config.block_size
         )
         executor = cls(device, on_device, sampler, batch, num_threads)
+        report(f"next: a step of {config.max_num_batched_tokens} tokens, the largest, then graphs")
         measured = executor._run_largest(config, ranks)
         num_blocks = ranks.least(num_blocks or measured)
         on_device.use(num_blocks)
@@ -138,11 +138,11 @@ class DeviceExecutor:
         return self._batch.host.max_model_len
 
     def _run_largest(self, config: ExecutorConfig, ranks: Ranks) -> int:
-        """Runs the largest step, which no later one needs more memory than.
+        """Runs the largest steps, which no later one needs more memory than.
 
         Returns how many KV blocks there is room for beside it; 0 where it is not measured.
         """
-        plan, num_blocks = largest_step(
+        plans, num_blocks = largest_steps(
             config.max_num_seqs,
             config.max_num_batched_tokens,
             self.max_model_len,
@@ -150,7 +150,8 @@ class DeviceExecutor:
         )
         self._model.use(num_blocks)
         self._device.forget_peak()
-        self.execute(plan)
+        for plan in plans:
+            self.execute(plan)
         self._model.use(0)
         if not self._device.has_own_memory:
             return 0

@@ -91,6 +91,7 @@ def test_a_device_is_measured_and_its_graphs_stay_within_their_bound(
     left = 90 * MIB - 10 * MIB - (25 * MIB - 8192)
     assert executor.num_blocks == min(left // 8192, 8 * 32)
     assert device.num_forgotten == 2
+    assert lines[-3] == "next: a step of 16 tokens, the largest, then graphs"
     taken = format(len(sizes) * graph_bytes // MIB)
     assert lines[-1] == (
         f"graphs: {len(sizes)} of decode steps of {sizes[0]} to 8 sequences, "
