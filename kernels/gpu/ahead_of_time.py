@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -109,8 +109,16 @@ def _form(variant: Variant) -> object:
     )
 
 
-def compile_all(num_workers: int, cache: Path, wanted: str = "") -> list[Form]:
-    """Every variant whose label has `wanted` in it, for each device that has its types."""
+def compile_all(
+    num_workers: int,
+    cache: Path,
+    wanted: str = "",
+    report: Callable[[str], None] = lambda line: None,
+) -> list[Form]:
+    """Every variant whose label has `wanted` in it, for each device that has its types.
+
+    `report` gets a line now and then.
+    """
     pairs = {key: pair for key, pair in _pairs().items() if wanted in pair[0].label}
     known = read_cache(cache)
     missing = [key for key in pairs if key not in known]
@@ -120,6 +128,7 @@ def compile_all(num_workers: int, cache: Path, wanted: str = "") -> list[Form]:
                 known[key] = compiled
                 if count % _WRITTEN_EVERY == 0:
                     write_cache(cache, read_cache(cache) | known)
+                    report(f"compiled {count} of {len(missing)}")
     finally:
         # What is done stays, should the rest be interrupted.
         if missing:
@@ -212,9 +221,13 @@ def table(forms: Iterable[Form]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels.gpu.ahead_of_time", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--only", default="", help="kernels whose label has this in it")
-    parser.add_argument("--workers", type=_positive, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--workers", type=_positive, default=os.cpu_count() or 1, help="processes that compile"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
     if knobs.runtime.interpret:
@@ -223,7 +236,7 @@ def main() -> int:
     try:
         # Before minutes are spent on what could then not be kept.
         write_cache(cache, read_cache(cache))
-        forms = compile_all(arguments.workers, cache, arguments.only)
+        forms = compile_all(arguments.workers, cache, arguments.only, _tell)
     except OSError as error:
         parser.exit(1, f"{parser.prog}: cannot keep what is compiled: {error}\n")
     except BrokenProcessPool:
@@ -237,6 +250,10 @@ def main() -> int:
     else:
         print(table(forms))
     return 1 if any(form.fault for form in forms) else 0
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _positive(text: str) -> int:

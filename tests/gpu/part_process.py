@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.gpu.bare_machine import make_importable
 from tests.gpu.parts import part_named
-from tests.gpu.records import Recorder
+from tests.gpu.records import DONE, Recorder
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
             recorder.note(f"stand-ins for {', '.join(missing)}")
         with recorder.case(name):
             getattr(import_module(part.module), part.function)(machine[0], recorder)
-        recorder.note("done")
+        recorder.note(DONE)
 
 
 def _machine(is_rehearsal: bool, model: Path | None) -> tuple[Any, bool]:

@@ -15,6 +15,8 @@ from enum import StrEnum
 # What the report shows of a traceback, at its end.
 _SHOWN_CHARACTERS = 4000
 PREFIX = "record: "
+# The last note of a part.
+DONE = "done"
 
 
 class Kind(StrEnum):

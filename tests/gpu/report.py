@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.gpu.records import Kind, Record
+from tests.gpu.records import DONE, Kind, Record
 
 # Measures of the two modes of which the second costs something, by the end of their names.
 _QUICKEST, _INVARIANT = "bench bf16", "bench batch-invariant"
@@ -38,6 +38,8 @@ class Report:
                 self._write()
         if _is_failure(record):
             print(f"FAILED {record.part}: {record.name}\n{record.detail}", flush=True)
+        elif record.kind is Kind.NOTE and record.name == DONE:
+            print(f"{record.part}: done after {record.seconds:.1f} s", flush=True)
 
     def write(self) -> None:
         with self._lock:

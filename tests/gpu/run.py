@@ -138,7 +138,9 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python3 -m tests.gpu.run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="the JSON of all")
     parser.add_argument("--model", type=Path, default=None, help="a GGUF file to serve as well")

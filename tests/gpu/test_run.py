@@ -1,6 +1,7 @@
 """The run for a GPU machine, rehearsed: all parts to their end, and what is kept of one ended."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -55,6 +56,9 @@ def test_a_rehearsal_runs_every_part_and_nothing_fails(tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nothing failed" in done.stdout
+    assert {part.name for part in PARTS if part.is_rehearsed} == set(
+        re.findall(r"^(.+): done after [\d.]+ s$", done.stdout, flags=re.MULTILINE)
+    )
     records = found["records"]
     ended = {record["part"] for record in records if record["name"] == "done"}
     assert ended == {part.name for part in PARTS if part.is_rehearsed}

@@ -131,7 +131,10 @@ def test_what_was_compiled_before_an_interrupt_is_kept(
     monkeypatch.setattr(
         ahead_of_time, "_compile_in_workers", lambda keys, _: ((key, Compiled(64)) for key in keys)
     )
-    forms = ahead_of_time.compile_all(1, cache)
+    monkeypatch.setattr(ahead_of_time, "_WRITTEN_EVERY", 1)
+    told: list[str] = []
+    forms = ahead_of_time.compile_all(1, cache, report=told.append)
+    assert told == ["compiled 1 of 1"]
     assert [form.compiled.registers for form in forms] == [32, 64]
     assert ahead_of_time.read_cache(cache).keys() == {"first", "second"}
 
