@@ -237,3 +237,21 @@ def test_prompts_in_chunks_and_what_is_asked_about_them(
         for entry, other in zip(of_prompt.logprobs, wanted.logprobs, strict=True):
             assert entry.logprob == pytest.approx(other.logprob, abs=1e-4)
             assert entry.top_token_ids == other.top_token_ids
+
+
+def test_a_prompt_that_is_asked_about_in_the_middle_leaves_graphs_as_they_were(
+    model_path: Path, host: Executor
+) -> None:
+    """More tokens are asked about than in any step that samples."""
+    device = load(model_path, 4, weights="float32")
+    prompt = [7 * place % 250 for place in range(20)]
+    asking = dataclasses.replace(GREEDY, prompt_logprobs=True)
+    starts = [RowStart(0, prompt, 20, asking, [0, 1]), RowStart(1, [40], 1, SEEDED, [2])]
+    plans = [
+        StepPlan(starts[:1], [RowStep(0, 0, 15, [], False, True)]),
+        StepPlan(starts[1:], [RowStep(1, 0, 1, [], True)]),
+    ]
+    for plan in plans:
+        actual, expected = device.execute(plan), host.execute(plan)
+        assert actual.sampled == expected.sampled
+    assert len(actual.sampled) == 1

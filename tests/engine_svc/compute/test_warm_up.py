@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_svc.compute.executor_config import ExecutorConfig
-from engine_svc.compute.warm_up import first_steps, largest_step
+from engine_svc.compute.warm_up import first_steps, largest_steps
+from engine_svc.planning.step import StepPlan
 from tests.fakes.device_decoding import load_device_executor
 from tests.fakes.tiny_models import write_tiny_llama
 
@@ -19,18 +20,32 @@ LIMITS = {
 
 
 @given(**LIMITS)
-def test_the_largest_step_fills_all_limits_and_no_more(
+def test_the_largest_steps_fill_all_limits_and_no_more(
     max_num_seqs: int, max_num_tokens: int, max_model_len: int, block_size: int
 ) -> None:
-    plan, num_blocks = largest_step(max_num_seqs, max_num_tokens, max_model_len, block_size)
+    plans, num_blocks = largest_steps(max_num_seqs, max_num_tokens, max_model_len, block_size)
     num_rows = min(max_num_seqs, max_num_tokens)
-    assert [step.row for step in plan.steps] == list(range(num_rows))
-    assert plan.num_scheduled_tokens == min(max_num_tokens, num_rows * max_model_len)
-    assert all(step.samples and not step.new_block_ids for step in plan.steps)
-    for start, step in zip(plan.starts, plan.steps, strict=True):
-        assert len(start.token_ids) == step.num_scheduled_tokens <= max_model_len
-        assert step.num_scheduled_tokens <= len(start.block_ids) * block_size
-        assert max(start.block_ids) < num_blocks
+    largest = plans[0]
+    assert [step.row for step in largest.steps] == list(range(num_rows))
+    assert largest.num_scheduled_tokens == min(max_num_tokens, num_rows * max_model_len)
+    assert all(step.samples for step in largest.steps)
+    # No step is asked about more tokens.
+    most_asked = min(max_num_tokens, num_rows * (max_model_len - 1))
+    assert most_asked == max(map(num_asked, plans))
+    for plan in plans:
+        assert 0 < plan.num_scheduled_tokens <= max_num_tokens
+        for start, step in zip(plan.starts, plan.steps, strict=True):
+            assert not step.new_block_ids
+            assert len(start.token_ids) == step.num_scheduled_tokens + (not step.samples)
+            assert len(start.token_ids) <= max_model_len
+            assert step.num_scheduled_tokens <= len(start.block_ids) * block_size
+            assert max(start.block_ids) < num_blocks
+
+
+def num_asked(plan: StepPlan) -> int:
+    """Tokens of prompts that a step gives log-probabilities of."""
+    asked = [step for step in plan.steps if step.prompt_logprobs]
+    return sum(step.num_scheduled_tokens - step.samples for step in asked)
 
 
 @given(**LIMITS)
@@ -54,7 +69,7 @@ def test_the_first_steps_keep_the_limits_in_one_block(
 def test_an_executor_can_run_them_and_then_answer(tmp_path: Path) -> None:
     executor = load_device_executor(write_tiny_llama(tmp_path))
     executor.warm_up(ExecutorConfig(8, 512))
-    plan, _ = largest_step(8, 512, executor.max_model_len, 16)
-    result = executor.execute(plan)
+    plans, _ = largest_steps(8, 512, executor.max_model_len, 16)
+    result = executor.execute(plans[0])
     assert [token.error for token in result.sampled] == [None] * 8
     assert [len(entry.logprobs) for entry in result.prompt_logprobs] == [63] * 8
