@@ -197,7 +197,8 @@ def _from_flags(
         elif rest and not rest[0].startswith("--"):
             found[known[flag]] = (flag, rest.pop(0))
         else:
-            problems.append(f"{flag} needs a value")
+            values = _values_text(fields[known[flag]]).strip(" .").replace("One of", "one of")
+            problems.append(f"{flag} needs a value{values and f': {values}'}")
     return found
 
 

@@ -68,9 +68,17 @@ def test_every_problem_is_reported_at_once() -> None:
     assert "GATEWAY" not in message
 
 
-def test_a_flag_without_a_value_is_an_error() -> None:
-    with pytest.raises(StartupError, match="--port needs a value"):
-        load("--model=m", "--port")
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        ("--port", "--port needs a value"),
+        ("--prefix-cache", "--prefix-cache needs a value: true or false"),
+        ("--dtype", "--dtype needs a value: one of float32, bfloat16"),
+    ],
+)
+def test_a_flag_without_a_value_is_an_error(flag: str, told: str) -> None:
+    with pytest.raises(StartupError, match=f"^{told}$"):
+        load("--model=m", flag)
 
 
 def test_a_number_that_is_none_is_named() -> None:
