@@ -88,8 +88,7 @@ class DeviceExecutor:
         """As `load`, of a model that is open."""
         report(kernels.description)
         source, vocab = shard_of(files, ranks.rank, ranks.size)
-        model_config = source.config
-        max_model_len = max_model_len_of(config, model_config)
+        max_model_len = max_model_len_of(config, source.config)
         num_blocks = 0
         if not device.has_own_memory:
             num_blocks = num_host_blocks(config, source, kernels, max_model_len, ranks.size)
@@ -106,7 +105,7 @@ class DeviceExecutor:
             sampling = sampling_kernels(kernels, ranks, vocab)
             sampler = DeviceSampler(sampling, device, batch.tables, config.max_num_seqs)
         on_device = DeviceModel(
-            device, kernels, model_config, decoder, batch.tables, config.block_size
+            device, kernels, source.config, decoder, batch.tables, config.block_size
         )
         executor = cls(device, on_device, sampler, batch, num_threads)
         report(f"next: a step of {config.max_num_batched_tokens} tokens, the largest, then graphs")
