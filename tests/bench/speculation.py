@@ -135,7 +135,7 @@ def run(arguments: argparse.Namespace) -> None:
             f"{off:.1f}",
             f"{on:.1f}",
             f"[bold]{on / off:.2f}[/bold]",
-            f"{min(ratios):.2f} – {max(ratios):.2f}",
+            f"{min(ratios):.2f} to {max(ratios):.2f}",
             f"{workload.goal:.2f}",
             f"{drafts[1]} / {drafts[0]}",
         )
