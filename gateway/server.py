@@ -22,7 +22,7 @@ from gateway.http_protocol import HttpProtocol
 from gateway.liveness import make_owner
 from gateway.redis_client import open_redis
 from gateway.settings import Settings
-from protos.wire.errors import StartupError
+from protos.wire.listening import check_listening
 from protos.wire.service import install_stop_signals
 
 logger = logging.getLogger(__name__)
@@ -116,11 +116,6 @@ def uvicorn_config(app: Any, limits: ConnectionLimits) -> uvicorn.Config:
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    check_listening(host, port)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise StartupError(
-            f"port {port} on {host} is taken or may not be used ({error.strerror}); choose "
-            "another with --port"
-        ) from error
+    return socket.create_server((host, port), family=family, backlog=BACKLOG)

@@ -19,6 +19,7 @@ from protos.wire.errors import (
     TokenlineError,
     to_proto,
 )
+from protos.wire.listening import check_listening
 from protos.wire.logs import request_context
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,10 @@ class GrpcServer:
         self, service: str, host: str, port: int, max_message_bytes: int = MAX_MESSAGE_BYTES
     ) -> None:
         self.service = service
+        host = host.strip("[]")
+        check_listening(host, port)
+        # The colons of an IPv6 address are not that before the port.
+        host = f"[{host}]" if ":" in host else host
         self.grpc = grpc.aio.server(
             interceptors=[_UnaryCalls()],
             options=[
