@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <exception>
@@ -79,10 +80,11 @@ Job::Job(std::shared_ptr<const void> owner, const Stage* const* stages, int num_
       num_stages_(num_stages),
       progress_(new Progress[static_cast<size_t>(num_stages)]) {}
 
-void Job::reset(const int64_t* counts, int num_counts) {
+void Job::reset(const int64_t* counts, int num_counts, int num_threads) {
+  num_shares_ = std::clamp(num_threads, 1, kMostShares);
   for (int i = 0; i < num_counts; i++) counts_[i] = counts[i];
   for (int i = 0; i < num_stages_; i++) {
-    progress_[i].claimed_and_done.store(0, std::memory_order_relaxed);
+    for (auto& share : progress_[i].claimed_and_done) share.store(0, std::memory_order_relaxed);
     progress_[i].num_chunks.store(kUnknown, std::memory_order_relaxed);
   }
   current_stage_.store(0, std::memory_order_relaxed);
@@ -92,7 +94,7 @@ void Job::reset(const int64_t* counts, int num_counts) {
 void Job::lead(Scratch& scratch, double* seconds) noexcept {
   double before = seconds ? now() : 0;
   for (int stage = 0; stage < num_stages_; stage++) {
-    work(stage, scratch);
+    work(stage, 0, scratch);
     current_stage_.store(stage + 1, std::memory_order_release);
     if (seconds) {
       const double after = now();
@@ -102,10 +104,10 @@ void Job::lead(Scratch& scratch, double* seconds) noexcept {
   }
 }
 
-void Job::help(Scratch& scratch) noexcept {
+void Job::help(int thread, Scratch& scratch) noexcept {
   int stage = current_stage_.load(std::memory_order_acquire);
   while (stage < num_stages_) {
-    work(stage, scratch);
+    work(stage, thread, scratch);
     // The caller may be far ahead by now, or, where it has lost its core, behind.
     const int current = current_stage_.load(std::memory_order_acquire);
     stage = current > stage ? current : stage + 1;
@@ -123,20 +125,33 @@ int64_t Job::count_chunks(int stage) {
   return count;
 }
 
-void Job::work(int stage, Scratch& scratch) {
+void Job::work(int stage, int thread, Scratch& scratch) {
+  count_chunks(stage);
+  for (int i = 0; i < num_shares_; i++) work_on_share(stage, (thread + i) % num_shares_, scratch);
+  const auto over = [&] { return is_over(stage); };
+  if (!spin(kSecondsOfChunk, over)) wait_for_core(over);
+}
+
+void Job::work_on_share(int stage, int share, Scratch& scratch) {
   const auto num_chunks = static_cast<uint64_t>(count_chunks(stage));
-  std::atomic<uint64_t>& progress = progress_[stage].claimed_and_done;
-  if (progress.load(std::memory_order_acquire) / kClaimed < num_chunks) {
-    uint64_t before = progress.fetch_add(kClaimed, std::memory_order_acq_rel);
-    while (before / kClaimed < num_chunks) {
-      run_chunk(stage, before / kClaimed, scratch);
-      before = progress.fetch_add(kClaimed + kDone, std::memory_order_acq_rel);
-    }
+  const uint64_t first = first_chunk(share, num_chunks);
+  const uint64_t size = first_chunk(share + 1, num_chunks) - first;
+  std::atomic<uint64_t>& progress = progress_[stage].claimed_and_done[share];
+  if (progress.load(std::memory_order_acquire) / kClaimed >= size) return;
+  uint64_t before = progress.fetch_add(kClaimed, std::memory_order_acq_rel);
+  while (before / kClaimed < size) {
+    run_chunk(stage, first + before / kClaimed, scratch);
+    before = progress.fetch_add(kClaimed + kDone, std::memory_order_acq_rel);
   }
-  const auto is_over = [&] {
-    return progress.load(std::memory_order_acquire) % kClaimed >= num_chunks;
-  };
-  if (!spin(kSecondsOfChunk, is_over)) wait_for_core(is_over);
+}
+
+bool Job::is_over(int stage) const {
+  const Progress& progress = progress_[stage];
+  uint64_t num_done = 0;
+  for (int share = 0; share < num_shares_; share++) {
+    num_done += progress.claimed_and_done[share].load(std::memory_order_acquire) % kClaimed;
+  }
+  return num_done >= static_cast<uint64_t>(progress.num_chunks.load(std::memory_order_relaxed));
 }
 
 // After a failure chunks are only counted off: what they would read may not be there.
@@ -157,7 +172,7 @@ void Pool::start(int num_helpers) {
   const SignalsBlocked blocked;
   try {
     helpers_.reserve(static_cast<size_t>(num_helpers));
-    for (int i = 0; i < num_helpers; i++) helpers_.emplace_back([this] { serve(); });
+    for (int i = 0; i < num_helpers; i++) helpers_.emplace_back([this, i] { serve(i + 1); });
   } catch (const std::exception&) {
     // A limit on threads or memory: the work is done by those that there are.
   }
@@ -208,12 +223,12 @@ void Pool::post(const std::shared_ptr<Job>& job) {
   if (is_anyone_asleep) job_came_.notify_all();
 }
 
-void Pool::serve() {
+void Pool::serve(int thread) {
   const FloatState defaults;
   Scratch scratch;
   uint32_t num_seen = 0;
   while (const std::shared_ptr<Job> job = next_job(&num_seen)) {
-    job->help(scratch);
+    job->help(thread, scratch);
     job->leave();
   }
 }

@@ -23,7 +23,7 @@ bool TlProgram::run(Pool& pool, const int64_t* counts) {
     const auto& all = stages_->all;
     job_ = std::make_shared<Job>(stages_, all.data(), static_cast<int>(all.size()));
   }
-  job_->reset(counts, TL_NUM_COUNTS);
+  job_->reset(counts, TL_NUM_COUNTS, pool.num_threads());
   return pool.run(job_, profiles_ ? stage_seconds_.data() : nullptr);
 }
 
