@@ -102,7 +102,7 @@ class Settings:
         "On the CPU they never do.",
     )
     stream_interval_ms: int = setting(
-        16,
+        25,
         "Tokens that follow each other more quickly are sent together, so often; first tokens and "
         "ends at once. 0 sends those of each step alone, and costs speed.",
         minimum=0,
