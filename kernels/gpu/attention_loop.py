@@ -88,6 +88,25 @@ def exponent_scales(scale, SOFT_CAP: tl.constexpr):
 
 
 @triton.jit
+def _tanh(exponent):
+    """tanh x, where exponent is 2 · log2(e) · x; as good near 0 as elsewhere, and NaN stays NaN.
+
+    1 - 2 / (exp(2x) + 1) loses what x is smaller than 1: there it is its Taylor series, whose rest
+    is below 1e-8 of it.
+    """
+    x = exponent * (0.5 / LOG2_E)
+    square = x * x
+    rest = tl.fma(square, 62.0 / 2835.0, -17.0 / 315.0)
+    rest = tl.fma(square, rest, 2.0 / 15.0)
+    rest = tl.fma(square, rest, -1.0 / 3.0)
+    near = tl.fma(x * square, rest, x)
+    # A comparison with NaN is false; a minimum would lose it.
+    bounded = tl.where(exponent > _LARGEST_EXPONENT, _LARGEST_EXPONENT, exponent)
+    far = 1.0 - 2.0 / (tl.exp2(bounded) + 1.0)
+    return tl.where(square < 0.0625, near, far)
+
+
+@triton.jit
 def attend(
     query, query_position, first_position, last_position, keys, values, key_scales, value_scales,
     table, seq_len, scale, first_tile, last_tile, NUM_KV_HEADS: tl.constexpr,
@@ -173,8 +192,7 @@ def _attend_tiles(
         if key_scales is not None:
             score *= tl.load(key_scales + head, mask=is_held, other=0.0)[None, :]
         if SOFT_CAP > 0:
-            exponent = tl.minimum(score * cap_scale, _LARGEST_EXPONENT)
-            score = 1.0 - 2.0 / (tl.exp2(exponent) + 1.0)
+            score = _tanh(score * cap_scale)
         if IS_MASKED:
             is_seen = position[None, :] <= query_position[:, None]
             if WINDOW > 0:

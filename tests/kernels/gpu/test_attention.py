@@ -80,6 +80,20 @@ def test_a_soft_cap_bounds_the_largest_scores(randn) -> None:
     assert_close(batch.attend(0, 3.0), batch.expected(0, 3.0))
 
 
+@pytest.mark.parametrize("soft_cap", [50.0, 300.0])
+def test_a_soft_cap_loses_nothing_of_scores_much_smaller_than_it(randn, soft_cap) -> None:
+    batch = paged_batch(randn, [(15, 1), (150, 3)], Shape(3, 3, 128, 1), torch.float32)
+    assert_close(batch.attend(0, soft_cap), batch.expected(0, soft_cap))
+
+
+def test_a_soft_cap_does_not_make_a_number_of_nan(randn) -> None:
+    batch = paged_batch(randn, [(15, 1), (20, 1)], Shape(3, 1, 64))
+    batch.query[0] = float("nan")
+    found = batch.attend(0, 30.0)
+    assert bool(found[0].isnan().all())
+    assert_close(found[1:], batch.expected(0, 30.0)[1:])
+
+
 @pytest.mark.parametrize("sequences", [BATCHES["decode"], MIXTURE])
 def test_rows_of_larger_tables_and_long_integers(randn, sequences) -> None:
     batch = paged_batch(randn, sequences, Shape(4, 2, 64), torch.float16)
