@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import Final, NoReturn
 
@@ -44,7 +45,7 @@ async def serve(settings: Settings) -> None:
         )
         fetching = asyncio.create_task(fetch_unless_stopped(settings.tokenizer, stop))
         thread = engine_thread()
-        executor = await asyncio.get_running_loop().run_in_executor(thread, load, settings)
+        executor = await load_unless_stopped(thread, settings, stop)
         compiler = await load_grammars(await fetching, model, executor)
         profile = StepProfile(settings.profile_steps, logger.info)
         if profile.is_on:
@@ -79,19 +80,36 @@ async def serve(settings: Settings) -> None:
                 grace_seconds=settings.drain_seconds + 5.0,
             )
         if service.hangs:
-            exit_without_threads()
+            exit_without_threads(EXIT_HANGS)
         if isinstance(executor, ParallelExecutor):
             executor.close()
         if service.failure is not None:
             raise service.failure
 
 
-def exit_without_threads() -> NoReturn:
-    """Ends the process from beside a thread that hangs, for which the interpreter would wait."""
+async def load_unless_stopped(
+    thread: ThreadPoolExecutor, settings: Settings, stop: asyncio.Event
+) -> LoadedExecutor:
+    """What `load` gives, on the engine's thread; ends the process when `stop` is set meanwhile.
+
+    Ranks that it has started end with it, and packed weights that are written get their name last.
+    """
+    loading = asyncio.get_running_loop().run_in_executor(thread, load, settings)
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        logger.info("stopped while the model was loaded")
+        exit_without_threads(0)
+    stopping.cancel()
+    return await loading
+
+
+def exit_without_threads(code: int) -> NoReturn:
+    """Ends the process from beside a busy thread, for which the interpreter would wait."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(EXIT_HANGS)
+    os._exit(code)
 
 
 def load(settings: Settings) -> LoadedExecutor:

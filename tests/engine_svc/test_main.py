@@ -243,3 +243,43 @@ async def test_a_step_that_hangs_ends_the_process_with_a_line_that_says_what_it_
     assert process.returncode == EXIT_HANGS
     assert b"a step of 1 sequences and 3 tokens" in errors
     assert b"Traceback" not in errors
+
+
+# `python -m engine_svc` whose model takes for ever to load.
+_LOADING_ENGINE = """
+import sys, time
+import engine_svc.__main__ as main
+from engine_svc.settings import Settings
+from protos.wire.service import run_main
+
+def load(settings):
+    print("loading", file=sys.stderr, flush=True)
+    time.sleep(3600)
+
+main.load = load
+run_main("engine_svc", Settings, main.serve)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_stop_signal_ends_the_loading_of_a_model(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    model = write_tiny_llama(tmp_path)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _LOADING_ENGINE, "--model", str(model), "--port", "0"),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    try:
+        while b"loading" not in await asyncio.wait_for(process.stderr.readline(), START_SECONDS):
+            pass
+        process.send_signal(number)
+        _, errors = await asyncio.wait_for(process.communicate(), START_SECONDS)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+    assert process.returncode == 0
+    assert b"stopped while the model was loaded" in errors
+    assert b"Traceback" not in errors
