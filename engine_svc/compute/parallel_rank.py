@@ -38,7 +38,7 @@ def main() -> None:
     with Connection(int(sys.argv[1])) as link:
         try:
             _run(link)
-        except EOFError:
+        except (EOFError, ConnectionError):
             sys.exit(1)  # rank 0 is gone
         except StartupError as error:
             link.send(RankFailure(str(error), is_startup_error=True))
