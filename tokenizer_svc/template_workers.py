@@ -118,6 +118,9 @@ class _Worker:
     ) -> AnswerT:
         assert process.stdin is not None and process.stdout is not None
         try:
+            # uvloop closes the pipe of a process that has ended, and has another error for it.
+            if process.stdin.is_closing():
+                raise BrokenPipeError
             process.stdin.write(encode(message))
             await process.stdin.drain()
             return await receive(process.stdout, answer)
