@@ -19,10 +19,10 @@ class Delivery:
     """Hands the outputs of steps to `deliver`, which is called on the event loop, in order.
 
     A token costs each service that it passes through a wake-up, more than it costs to carry: beside
-    quick steps, which leave nothing of a service in the caches, twice as much as a step of one row
-    does. So what comes within `interval_seconds` of a delivery is held until the interval is over,
-    and then delivered together. The first token of a request and its end are not held, nor
-    is anything where steps take longer than that. 0 delivers each step at once.
+    steps of one row, which leave nothing of a service in the caches, all of them together took half
+    as long as the step. So what comes within `interval_seconds` of a delivery is held until the
+    interval is over, and then delivered together. The first token of a request and its end are not
+    held, nor is anything where steps take longer than that. 0 delivers each step at once.
     """
 
     def __init__(

@@ -32,9 +32,9 @@ class Settings:
     )
     kv_memory: int = setting(
         0,
-        "Memory for the KV cache, such as 2GiB; 0 for 30 % of what is free beside the model, "
-        "shared among local engines; on a GPU for all of 90 % of its memory that the model and its "
-        "largest step leave.",
+        "Memory for the KV cache, such as 2GiB, which ranks share; 0 for 30 % of what is free "
+        "beside the model, shared among local engines; on a GPU for all of 90 % of its memory that "
+        "the model and its largest step leave.",
         parse=parse_size,
     )
     block_size: int = setting(16, "Tokens per KV block.", minimum=1, maximum=256)

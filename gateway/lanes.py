@@ -173,16 +173,18 @@ class Lanes:
     def describe(self) -> dict[str, list[dict[str, Any]]]:
         """Every replica and its condition, for /readyz."""
         return {
-            f"{lane_set.role}s": [
-                {
-                    "address": lane.address,
-                    "ready": self._is_ready(lane),
-                    "problem": lane.problem or self._mismatch(lane) or None,
-                    "fingerprint": lane.fingerprint or None,
-                }
-                for lane in lane_set.lanes.values()
-            ]
+            f"{lane_set.role}s": [self._describe(lane) for lane in lane_set.lanes.values()]
             for lane_set in self._sets
+        }
+
+    def _describe(self, lane: AnyLane) -> dict[str, Any]:
+        problem = self._problem_of(lane)
+        return {
+            "address": lane.address,
+            # Also while others keep the line from being ready.
+            "ready": not problem,
+            "problem": problem or None,
+            "fingerprint": lane.fingerprint or None,
         }
 
     @property
@@ -202,9 +204,6 @@ class Lanes:
     def _serving(self, lane_set: LaneSet[LaneT], fingerprint: str) -> list[LaneT]:
         lanes = lane_set.lanes.values()
         return [lane for lane in lanes if lane.healthy and lane.fingerprint == fingerprint]
-
-    def _is_ready(self, lane: AnyLane) -> bool:
-        return self.ready and lane.healthy and lane.fingerprint == self._fingerprint
 
     def _ready(self, lane_set: LaneSet[LaneT]) -> list[LaneT]:
         return self._serving(lane_set, self._fingerprint) if self.ready else []
@@ -289,7 +288,10 @@ class Lanes:
             if not lanes:
                 problems.append(f"no {lane_set.role} found at {', '.join(lane_set.targets)}")
             for lane in lanes:
-                reason = lane.problem or self._mismatch(lane)
-                if reason:
-                    problems.append(f"{lane.name} {reason}")
+                if problem := self._problem_of(lane):
+                    problems.append(f"{lane.name} {problem}")
         return problems
+
+    def _problem_of(self, lane: AnyLane) -> str:
+        """Why a replica cannot be used; empty when it can."""
+        return lane.problem or self._mismatch(lane)

@@ -21,7 +21,7 @@ from engine_svc.compute.grammar_compiler import GrammarCompiler
 from engine_svc.compute.grammar_rows import GrammarRows
 from engine_svc.compute.launched_step import LaunchedStep
 from engine_svc.compute.loading import load_decoder, max_model_len_of, sampling_kernels
-from engine_svc.compute.memory import format_bytes, num_host_blocks
+from engine_svc.compute.memory import format_bytes, kv_cache_line, num_host_blocks
 from engine_svc.compute.model.sharded_source import shard_of
 from engine_svc.compute.model.weights import WeightFiles, open_source
 from engine_svc.compute.persistent_batch import PromptTargets
@@ -112,8 +112,7 @@ class DeviceExecutor:
         measured = executor._run_largest(config, ranks)
         num_blocks = ranks.least(num_blocks or measured)
         on_device.use(num_blocks)
-        kv_bytes = format_bytes(num_blocks * on_device.block_bytes)
-        report(f"KV cache: {num_blocks} blocks of {config.block_size} tokens, {kv_bytes}")
+        report(kv_cache_line(num_blocks, config.block_size, on_device.block_bytes, ranks.size))
         kernels.keep_addresses()
         executor._capture(config, report, ranks)
         if device.has_own_memory:

@@ -17,7 +17,7 @@ from engine_svc.compute.loading import (
     max_model_len_of,
     sampling_kernels,
 )
-from engine_svc.compute.memory import format_bytes, num_host_blocks
+from engine_svc.compute.memory import kv_cache_line, num_host_blocks
 from engine_svc.compute.model.sharded_source import shard_of
 from engine_svc.compute.model.weights import open_source
 from engine_svc.compute.model_runner import ModelRunner, make_runner
@@ -97,10 +97,8 @@ class Executor:
         runner = make_runner(kernels, decoder, kv, batch.staged, config.max_logit_rows)
         sampler = Sampler(sampling_kernels(kernels, ranks, vocab))
         executor = cls(runner, sampler, batch, num_blocks, num_threads)
-        kv_bytes = num_blocks * kv_block_bytes(kernels, model_config, config.block_size)
-        report(
-            f"KV cache: {num_blocks} blocks of {config.block_size} tokens, {format_bytes(kv_bytes)}"
-        )
+        block_bytes = kv_block_bytes(kernels, model_config, config.block_size)
+        report(kv_cache_line(num_blocks, config.block_size, block_bytes, ranks.size))
         executor._warm_up()
         return executor
 

@@ -55,6 +55,13 @@ def rotary_bytes(config: ModelConfig, max_model_len: int) -> int:
     return 7 * (config.head_dim // 2) * max_model_len * torch.float32.itemsize
 
 
+def kv_cache_line(num_blocks: int, block_size: int, block_bytes: int, num_ranks: int) -> str:
+    """What the log tells of the KV cache; block_bytes: of a rank."""
+    of_rank = f" in each of {num_ranks} ranks" if num_ranks > 1 else ""
+    num_bytes = format_bytes(num_blocks * block_bytes)
+    return f"KV cache: {num_blocks} blocks of {block_size} tokens, {num_bytes}{of_rank}"
+
+
 def num_host_blocks(
     config: ExecutorConfig,
     source: WeightSource,

@@ -8,6 +8,7 @@ import torch
 from engine_svc.compute.memory import (
     format_bytes,
     free_memory_bytes,
+    kv_cache_line,
     step_bytes,
 )
 from engine_svc.compute.model.config import read_hf_config
@@ -46,3 +47,8 @@ def test_a_step_takes_memory_by_its_tokens_and_rows(tmp_path: Path) -> None:
         assert step_bytes(config, kernels, 1, 0) == (640 + 192) * size
         # Logits are float32 always.
         assert step_bytes(config, kernels, 0, 3) == 8 * 3 * 258 * 4
+
+
+def test_the_kv_cache_is_told_of_each_rank_where_there_are_several() -> None:
+    assert kv_cache_line(128, 16, 8192, 1) == "KV cache: 128 blocks of 16 tokens, 1 MiB"
+    assert kv_cache_line(128, 16, 8192, 3).endswith("16 tokens, 1 MiB in each of 3 ranks")
