@@ -13,6 +13,8 @@ from engine_svc.planning.request import Request, RequestOutput
 _MAX_HELD: Final = 16
 # So many are delivered without waiting for the interval to end, lest the thread has to wait.
 _MANY_HELD: Final = _MAX_HELD // 2
+# Of a request: a reader waits for the first words, and a short answer has no others.
+_TOKENS_AT_ONCE: Final = 8
 
 
 class Delivery:
@@ -21,7 +23,7 @@ class Delivery:
     A token costs each service that it passes through a wake-up, more than it costs to carry: beside
     steps of one row, which leave nothing of a service in the caches, all of them together took half
     as long as the step. So what comes within `interval_seconds` of a delivery is held until the
-    interval is over, and then delivered together. The first token of a request and its end are not
+    interval is over, and then delivered together. The first tokens of a request and its end are not
     held, nor is anything where steps take longer than that. 0 delivers each step at once.
     """
 
@@ -37,8 +39,8 @@ class Delivery:
         # interval. Each side sets its half before it looks at the other's: nothing is left lying.
         self._is_woken = False
         self._is_interval = False
-        # Started, without a token yet. The engine thread's own.
-        self._starting: set[Request] = set()
+        # How many more tokens of a request are not held. The engine thread's own.
+        self._starting: dict[Request, int] = {}
 
     def put(self, outputs: Sequence[RequestOutput]) -> None:
         """Hands over what a step brought. On the engine's thread, which waits for room."""
@@ -65,13 +67,15 @@ class Delivery:
     def _is_urgent(self, output: RequestOutput) -> bool:
         request = output.request
         if output.prefill_started:
-            self._starting.add(request)
+            self._starting[request] = _TOKENS_AT_ONCE
             return True
-        is_first = request in self._starting and bool(output.token_ids)
-        if is_first or output.finish is not None:
-            self._starting.discard(request)
+        num_left = self._starting.get(request, 0)
+        if output.finish is not None or 0 < num_left <= len(output.token_ids):
+            self._starting.pop(request, None)
             return True
-        return False
+        if num_left:
+            self._starting[request] = num_left - len(output.token_ids)
+        return num_left > 0
 
     def _wake(self) -> None:
         if not self._is_woken:

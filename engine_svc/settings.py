@@ -103,8 +103,8 @@ class Settings:
     )
     stream_interval_ms: int = setting(
         25,
-        "Tokens that follow each other more quickly are sent together, so often; first tokens and "
-        "ends at once. 0 sends those of each step alone, and costs speed.",
+        "Tokens that follow each other more quickly are sent together, so often; the first eight "
+        "of an answer and its end at once. 0 sends those of each step alone, and costs speed.",
         minimum=0,
         maximum=1000,
     )

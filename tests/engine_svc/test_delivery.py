@@ -42,6 +42,14 @@ class Deliveries:
         await until(lambda: sum(map(len, self.all)) == len(requests))
         self.all.clear()
 
+    async def well_begun(self, *requests: Request) -> None:
+        """Started, and past the tokens that are not held."""
+        await self.started(*requests)
+        for each in requests:
+            await self.put(tokens(each, *range(8)))
+        await until(lambda: sum(map(len, self.token_ids)) == 8 * len(requests))
+        self.all.clear()
+
 
 async def test_without_an_interval_each_step_is_delivered_at_once() -> None:
     deliveries = Deliveries(0.0)
@@ -51,41 +59,49 @@ async def test_without_an_interval_each_step_is_delivered_at_once() -> None:
     assert deliveries.token_ids == [[0], [1], [2], [3], [4]]
 
 
+async def test_the_first_eight_tokens_of_a_request_are_not_held() -> None:
+    deliveries = Deliveries(LONG_SECONDS)
+    a = request("a")
+    await deliveries.started(a)
+    for token_id in range(8):
+        await deliveries.put(tokens(a, token_id))
+        await deliveries.has_delivered(token_id)
+    await deliveries.put(tokens(a, 8))
+    await deliveries.put(tokens(a, 9))
+    deliveries.delivery.flush()
+    assert deliveries.token_ids == [[0], [1], [2], [3], [4], [5], [6], [7], [8, 9]]
+
+
 async def test_tokens_within_an_interval_wait_for_its_end_and_come_together() -> None:
     deliveries = Deliveries(0.05)
     a, b = request("a"), request("b")
-    await deliveries.started(a, b)
-    await deliveries.put([*tokens(a, 1), *tokens(b, 2)])
-    await until(lambda: len(deliveries.all) == 1)
-    deliveries.all.clear()
+    await deliveries.well_begun(a, b)
     # On the loop, so that no interval ends between them.
     for token_id in (3, 4, 5):
-        deliveries.delivery.put(tokens(a, token_id))
+        deliveries.delivery.put([*tokens(a, token_id), *tokens(b, 10 * token_id)])
     assert not deliveries.all
     await until(lambda: len(deliveries.all) == 1)
-    assert deliveries.token_ids == [[3, 4, 5]]
+    assert deliveries.token_ids == [[3, 30, 4, 40, 5, 50]]
 
 
-async def test_a_first_token_a_start_and_an_end_are_not_held_nor_is_what_came_before_them() -> None:
+async def test_starts_first_tokens_and_ends_are_not_held_nor_is_what_came_before_them() -> None:
     deliveries = Deliveries(LONG_SECONDS)
     a, b = request("a"), request("b")
-    await deliveries.started(a)
+    await deliveries.well_begun(a)
     await deliveries.put(tokens(a, 1))
-    await until(lambda: deliveries.token_ids == [[1]])
-    await deliveries.put(tokens(a, 2))
-    await deliveries.put([*tokens(a, 3), RequestOutput(b, prefill_started=True)])
-    await until(lambda: deliveries.token_ids == [[1], [2, 3]])
-    await deliveries.put([*tokens(b, 10), *tokens(a, 4)])
-    await until(lambda: deliveries.token_ids == [[1], [2, 3], [10, 4]])
-    await deliveries.put([*tokens(b, 11), *tokens(a, 5)])
-    await deliveries.put([RequestOutput(a, (6,), finish=Finish(FinishReason.LENGTH))])
-    await until(lambda: deliveries.token_ids == [[1], [2, 3], [10, 4], [11, 5, 6]])
+    await deliveries.put([*tokens(a, 2), RequestOutput(b, prefill_started=True)])
+    await until(lambda: deliveries.token_ids == [[1, 2]])
+    await deliveries.put([*tokens(b, 10), *tokens(a, 3)])
+    await until(lambda: deliveries.token_ids == [[1, 2], [10, 3]])
+    await deliveries.put(tokens(a, 4))
+    await deliveries.put([RequestOutput(a, (5,), finish=Finish(FinishReason.LENGTH))])
+    await until(lambda: deliveries.token_ids == [[1, 2], [10, 3], [4, 5]])
 
 
 async def test_many_quick_steps_are_delivered_before_the_interval_ends_and_never_block() -> None:
     deliveries = Deliveries(LONG_SECONDS)
     a = request("a")
-    await deliveries.started(a)
+    await deliveries.well_begun(a)
 
     def run_steps() -> None:
         for token_id in range(100):

@@ -47,7 +47,7 @@ def joined_text(stream: str) -> str:
     assert data[-1] == "[DONE]"
     events: list[dict[str, Any]] = [json.loads(event) for event in data[:-1]]
     deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
-    assert len(deltas) > 1
+    assert len(deltas) > 3
     return "".join(delta.get("content") or "" for delta in deltas)
 
 
