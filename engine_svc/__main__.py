@@ -15,7 +15,8 @@ from engine_svc.compute.executor_config import ExecutorConfig
 from engine_svc.compute.grammar_compiler import GrammarCompiler
 from engine_svc.compute.parallel_executor import ParallelExecutor
 from engine_svc.engine_loop import engine_thread
-from engine_svc.lost_rank import end_soon
+from engine_svc.lost_rank import EXIT_LOST_RANK, end_soon
+from engine_svc.planning.errors import RankLost
 from engine_svc.planning.limits import SchedulerConfig
 from engine_svc.planning.step_profile import StepProfile
 from engine_svc.service import EngineService
@@ -83,6 +84,8 @@ async def serve(settings: Settings) -> None:
             exit_without_threads(EXIT_HANGS)
         if isinstance(executor, ParallelExecutor):
             executor.close()
+        if isinstance(service.failure, RankLost):
+            exit_without_threads(EXIT_LOST_RANK)
         if service.failure is not None:
             raise service.failure
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from engine_svc.delivery import Delivery
-from engine_svc.planning.errors import RequestRefused
+from engine_svc.planning.errors import RankLost, RequestRefused
 from engine_svc.planning.limits import SchedulerLoad
 from engine_svc.planning.request import Finish, FinishReason, Request, RequestOutput
 from engine_svc.planning.scheduler import Scheduler
@@ -142,7 +142,9 @@ class EngineLoop:
                 if self._stopping and self._steps.is_idle:
                     return
         except Exception as error:
-            logger.exception("the engine cannot go on")
+            # Of a rank that is lost was told at once; nothing here is at fault.
+            if not isinstance(error, RankLost):
+                logger.exception("the engine cannot go on")
             self.failure = error
             self._event_loop.call_soon_threadsafe(self._give_up)
 

@@ -12,6 +12,8 @@ from typing import Final
 
 from protos.wire.service import EXIT_CANNOT_START
 
+logger = logging.getLogger(__name__)
+
 # EX_SOFTWARE of sysexits.h.
 EXIT_LOST_RANK: Final = 70
 # How long it may take an engine to end by itself: while it serves, and while it loads.
@@ -20,7 +22,15 @@ _LOADING_SECONDS: Final = 20.0
 
 
 def end_soon(cause: str, had_loaded: bool) -> None:
-    """Ends the process from a thread beside all others, unless it has ended by then."""
+    """Ends the process from a thread beside all others, unless it has ended by then.
+
+    Of one that served, says why and what comes next; one that loads says itself that it cannot.
+    """
+    if had_loaded:
+        logger.critical(
+            "%s: this engine ends, its sequences go on elsewhere, and its supervisor restarts it",
+            cause,
+        )
     seconds = _SERVING_SECONDS if had_loaded else _LOADING_SECONDS
     timer = threading.Timer(seconds, _end, (cause, had_loaded))
     timer.daemon = True

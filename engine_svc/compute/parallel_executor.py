@@ -22,7 +22,7 @@ from engine_svc.compute.parallel_grammars import SendingGrammarRows
 from engine_svc.compute.parallel_messages import RankJob, RankState, SentPlan
 from engine_svc.compute.parallel_processes import RankProcesses
 from engine_svc.compute.ranks import RankPlace, join_ranks, meeting_place
-from engine_svc.planning.errors import ComputeLost
+from engine_svc.planning.errors import ComputeLost, RankLost
 from engine_svc.planning.step import PendingStep, StepPlan, StepResult
 from engine_svc.planning.step_profile import StepProfile
 from protos.wire.errors import StartupError
@@ -155,4 +155,5 @@ class ParallelStep(NamedTuple):
 
 
 def _lost(processes: RankProcesses, error: Exception) -> ComputeLost:
-    return ComputeLost(processes.failure(_PATIENCE_SECONDS) or f"rank 0 failed: {error}")
+    failure = processes.failure(_PATIENCE_SECONDS)
+    return RankLost(failure) if failure else ComputeLost(f"rank 0 failed: {error}")

@@ -1,16 +1,20 @@
 """What rank 0 and the processes of the other ranks tell each other."""
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from engine_svc.compute.executor_config import ExecutorConfig
 from engine_svc.compute.ranks import RankPlace
 from engine_svc.planning.step import RowStart, RowStep, StepPlan
+
+# They come to the whole group. Rank 0 drains, and then says when to end; the others ignore them.
+STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,8 @@ class RankState(StrEnum):
 
 
 class RankFailure(NamedTuple):
-    """The last thing that a rank says, where it can. `cause` is a line if it is a StartupError."""
+    """The last thing that a rank says, where it can. `cause` is a line; a fault has a traceback."""
 
     cause: str
-    is_startup_error: bool
+    is_startup_error: bool = False
+    traceback: str = ""

@@ -5,8 +5,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -14,7 +14,7 @@ from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
 from typing import Any, Final, Self
 
-from engine_svc.compute.parallel_messages import RankFailure, RankJob, RankState
+from engine_svc.compute.parallel_messages import STOP_SIGNALS, RankFailure, RankJob, RankState
 from protos.wire.errors import StartupError
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ class RankProcesses:
 
     All that ranks say is read by a thread of its own. When one fails, or ends by itself, `on_loss`
     is called there with the cause, and whether all had loaded: rank 0 may then wait for it in vain.
+    What users are told is up to `on_loss`; here only the traceback of a fault is logged.
     """
 
     def __init__(self, on_loss: Callable[[str, bool], None]) -> None:
@@ -51,7 +52,7 @@ class RankProcesses:
             link, their_end = Pipe()
             self._links.append(link)
             self._states.append(None)
-            with their_end:
+            with their_end, _stop_signals_blocked():
                 process = subprocess.Popen(
                     [sys.executable, "-m", _MODULE, str(their_end.fileno())],
                     stdin=subprocess.DEVNULL,
@@ -136,12 +137,16 @@ class RankProcesses:
                     message = link.recv()
                 except (EOFError, OSError):
                     open_links.remove(link)
-                    self._lose(index, RankFailure(self._ending_of(index), False))
+                    self._lose(index, RankFailure(self._ending_of(index)))
                 else:
                     self._take(index, message)
 
     def _take(self, index: int, message: Any) -> None:
         if isinstance(message, RankFailure):
+            # Where one was killed, another fails for it at once, and may be heard first.
+            for other, process in enumerate(self._processes):
+                if other != index and (process.poll() or 0) < 0:
+                    self._lose(other, RankFailure(self._ending_of(other)))
             self._lose(index, message)
             return
         with self._told:
@@ -155,7 +160,8 @@ class RankProcesses:
         cause = failure.cause
         if not failure.is_startup_error:
             cause = f"rank {index + 1} (process {self.pids[index]}) {cause}"
-        logger.critical("%s", cause)
+        if failure.traceback:
+            logger.error("%s:\n%s", cause, failure.traceback)
         # Before those are woken who wait for the cause: by then it is known to all.
         self._on_loss(cause, self._has_loaded)
         with self._told:
@@ -168,3 +174,16 @@ class RankProcesses:
         except subprocess.TimeoutExpired:
             return "answers no more"
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+
+
+@contextmanager
+def _stop_signals_blocked() -> Iterator[None]:
+    """A process that is started in here begins like this, so that it lives until it ignores them.
+
+    They come to the whole group: without it, to ranks that only import what they need, too.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -10,8 +10,9 @@ import signal
 import sys
 import traceback
 from collections import deque
+from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Final
+from typing import Final, NoReturn
 
 import torch
 
@@ -22,7 +23,13 @@ from engine_svc.compute.any_executor import (
     load_executor,
 )
 from engine_svc.compute.parallel_grammars import ReceivingGrammarRows
-from engine_svc.compute.parallel_messages import RankFailure, RankJob, RankState, SentPlan
+from engine_svc.compute.parallel_messages import (
+    STOP_SIGNALS,
+    RankFailure,
+    RankJob,
+    RankState,
+    SentPlan,
+)
 from engine_svc.compute.ranks import join_ranks
 from engine_svc.planning.step import PendingStep
 from protos.wire.errors import StartupError
@@ -32,8 +39,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 def main() -> None:
     _die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # They come to the whole group; rank 0 drains first, and then says when to end.
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     with Connection(int(sys.argv[1])) as link:
         try:
@@ -41,16 +47,17 @@ def main() -> None:
         except (EOFError, ConnectionError):
             sys.exit(1)  # rank 0 is gone
         except StartupError as error:
-            link.send(RankFailure(str(error), is_startup_error=True))
-            sys.exit(1)
+            failure = RankFailure(str(error), is_startup_error=True)
         except Exception:
-            traceback.print_exc()
-            last = traceback.format_exc().strip().splitlines()[-1]
-            link.send(RankFailure(f"failed: {last}", is_startup_error=False))
-            sys.exit(1)
+            # Rank 0 shows the traceback, unless this failure only follows from another rank's.
+            told = traceback.format_exc().strip()
+            failure = RankFailure(f"failed: {told.splitlines()[-1]}", traceback=told)
+        with suppress(OSError):
+            link.send(failure)
+    sys.exit(1)
 
 
-def _run(link: Connection) -> None:
+def _run(link: Connection) -> NoReturn:
     job = link.recv()
     assert isinstance(job, RankJob)
     config = config_of_ranks(job.config, job.place.size)

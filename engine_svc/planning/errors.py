@@ -27,3 +27,7 @@ class NoTokenLeft(SamplingFailed):
 
 class ComputeLost(Exception):
     """What computes can compute no further step, whatever that is. The message says why."""
+
+
+class RankLost(ComputeLost):
+    """Another process that computes the same steps has failed, of which was told when it did."""

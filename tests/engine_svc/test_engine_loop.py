@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from engine_svc.planning.errors import KvCapacityExceeded
+from engine_svc.planning.errors import ComputeLost, KvCapacityExceeded, RankLost
 from engine_svc.planning.request import FinishReason, Request, RequestOutput
 from engine_svc.planning.step import StepPlan
 from protos.wire.errors import InternalError, Unavailable
@@ -158,6 +158,24 @@ async def test_repeated_failures_end_the_engine_and_every_request_once() -> None
         assert kinds == [InternalError] * 2 + [Unavailable] * 3
         with pytest.raises(Unavailable):
             loop.submit(request("f"))
+
+
+@pytest.mark.parametrize(
+    ("error", "is_at_fault"), [(RankLost("rank 1 is gone"), False), (ComputeLost("ours"), True)]
+)
+async def test_an_engine_ends_at_once_with_what_computes_and_shows_where_if_it_is_at_fault(
+    caplog: pytest.LogCaptureFixture, error: ComputeLost, is_at_fault: bool
+) -> None:
+    def fail(plan: StepPlan) -> None:
+        raise error
+
+    async with running_loop(FakeExecutor(before_step=fail)) as (loop, collector):
+        loop.submit(request("a"))
+        await asyncio.wait_for(collector.failed.wait(), 30)
+        assert loop.failure is error
+        finish = collector.received["a"].finish
+        assert finish is not None and isinstance(finish.error, Unavailable)
+    assert ("Traceback" in caplog.text) == is_at_fault
 
 
 async def test_steps_quicker_than_their_delivery_wait_for_the_event_loop() -> None:

@@ -21,7 +21,12 @@ threading.Event().wait()
 @pytest.mark.parametrize(
     ("had_loaded", "code", "said"),
     [
-        (True, EXIT_LOST_RANK, ""),
+        (
+            True,
+            EXIT_LOST_RANK,
+            "rank 1 is gone: this engine ends, its sequences go on elsewhere, and its supervisor "
+            "restarts it\n",
+        ),
         (False, 78, "engine_svc: cannot start: rank 1 is gone\n"),
     ],
 )

@@ -4,7 +4,7 @@ import asyncio
 import os
 import re
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 START_SECONDS = 60
@@ -12,11 +12,11 @@ START_SECONDS = 60
 
 @asynccontextmanager
 async def engine_process(
-    *arguments: str, **environment: str
+    *arguments: str, program: Sequence[str] = ("-m", "engine_svc"), **environment: str
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """`python -m engine_svc` with these arguments; killed at the end if it still runs."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "engine_svc", *arguments),
+        *(sys.executable, *program, *arguments),
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         stderr=asyncio.subprocess.PIPE,
     )

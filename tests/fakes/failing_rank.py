@@ -1,7 +1,8 @@
-"""A rank that fails while it loads, in the way that $FAILING_RANK says: see parallel_rank.py."""
+"""A rank whose load fails, or hangs, in the way that $FAILING_RANK says: see parallel_rank.py."""
 
 import os
 import signal
+import threading
 from typing import Any
 
 from engine_svc.compute import parallel_rank
@@ -14,6 +15,8 @@ def fail(*arguments: Any) -> Any:
             raise StartupError("the file is damaged where only this rank reads it")
         case "exception":
             raise MemoryError("out of memory")
+        case "hang":
+            threading.Event().wait()
         case _:
             os.kill(os.getpid(), signal.SIGKILL)
 

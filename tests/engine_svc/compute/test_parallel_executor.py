@@ -5,7 +5,8 @@ import pickle
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Never
 
 import psutil
 import pytest
@@ -16,10 +17,11 @@ from engine_svc.compute import device_executor, parallel_processes
 from engine_svc.compute.any_executor import config_of_ranks, load_executor
 from engine_svc.compute.executor_config import ExecutorConfig
 from engine_svc.compute.parallel_device_sampling import DeviceParallelSampling
-from engine_svc.compute.parallel_executor import ParallelExecutor
-from engine_svc.compute.parallel_messages import SentPlan
+from engine_svc.compute.parallel_executor import ParallelExecutor, ParallelStep
+from engine_svc.compute.parallel_messages import RankFailure, SentPlan
+from engine_svc.compute.parallel_processes import RankProcesses
 from engine_svc.compute.ranks import ONE_RANK, Ranks
-from engine_svc.planning.errors import ComputeLost
+from engine_svc.planning.errors import ComputeLost, RankLost
 from engine_svc.planning.step import (
     RowStart,
     RowStep,
@@ -305,6 +307,8 @@ def test_a_load_that_fails_on_one_rank_is_a_startup_error_with_its_cause(
     monkeypatch: pytest.MonkeyPatch,
     load_ranks: Any,
     losses: list[Any],
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
     way: str,
     message: str,
 ) -> None:
@@ -313,6 +317,38 @@ def test_a_load_that_fails_on_one_rank_is_a_startup_error_with_its_cause(
     with pytest.raises(StartupError, match=message):
         load_ranks(write_tiny_llama(tmp_path), 2)
     assert [had_loaded for _, had_loaded in losses] == [False]
+    # Only a fault of ours has one; in the log of rank 0, which tells whose it is.
+    assert ("Traceback" in caplog.text) == (way == "exception")
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_where_a_rank_was_killed_that_is_told_and_not_what_follows_from_it(
+    losses: list[tuple[str, bool]], caplog: pytest.LogCaptureFixture
+) -> None:
+    processes = RankProcesses(lambda *loss: losses.append(loss))
+    for code in (None, -9):
+        process = SimpleNamespace(pid=7, poll=lambda c=code: c, wait=lambda seconds, c=code: c)
+        processes._processes.append(process)  # type: ignore[arg-type]
+    processes._take(0, RankFailure("failed: RuntimeError: reset by peer", traceback="Traceback"))
+    assert losses == [("rank 2 (process 7) was ended by SIGKILL", False)]
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "message"),
+    [("rank 1 is gone", RankLost, "^rank 1 is gone$"), ("", ComputeLost, "^rank 0 failed: ours$")],
+)
+def test_an_error_of_ours_is_not_taken_for_the_loss_of_a_rank(
+    failure: str, kind: type[ComputeLost], message: str
+) -> None:
+    def fail() -> Never:
+        raise ValueError("ours")
+
+    processes = SimpleNamespace(failure=lambda patience_seconds: failure)
+    step = ParallelStep(SimpleNamespace(wait=fail), processes)  # type: ignore[arg-type]
+    with pytest.raises(ComputeLost, match=message) as caught:
+        step.wait()
+    assert type(caught.value) is kind
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
