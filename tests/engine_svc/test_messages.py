@@ -4,7 +4,13 @@ import math
 
 import pytest
 
-from engine_svc.messages import load_to_proto, output_to_proto, request_from_record, wire_error
+from engine_svc.messages import (
+    MAX_TOP_LOGPROBS,
+    load_to_proto,
+    output_to_proto,
+    request_from_record,
+    wire_error,
+)
 from engine_svc.planning.errors import (
     ContextLengthExceeded,
     KvCapacityExceeded,
@@ -19,6 +25,11 @@ from protos.common.v1 import common_pb2
 from protos.wire.errors import InternalError, InvalidRequest, Overloaded, Unavailable
 
 VOCAB_SIZE = 100
+FLOAT_FIELDS = [
+    field.name
+    for field in common_pb2.SamplingParameters.DESCRIPTOR.fields
+    if field.type == field.TYPE_DOUBLE
+]
 
 
 def words(token_ids: list[int]) -> common_pb2.TokenSequence:
@@ -112,17 +123,14 @@ def test_a_grammar_of_each_form_reaches_the_request(form: GrammarForm) -> None:
         ({"stop_token_ids": [100]}, "stop_token_ids"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -0.1}, "temperature"),
-        ({"temperature": math.nan}, "temperature"),
-        ({"temperature": math.inf}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
         ({"min_p": -0.1}, "min_p"),
         ({"min_p": 1.1}, "min_p"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
-        ({"presence_penalty": math.nan}, "presence_penalty"),
-        ({"frequency_penalty": math.inf}, "frequency_penalty"),
-        ({"top_logprobs": 101}, "top_logprobs"),
-        ({"top_prompt_logprobs": 101}, "top_prompt_logprobs"),
+        ({"repetition_penalty": 1e-46}, "repetition_penalty"),
+        ({"top_logprobs": 33}, "top_logprobs"),
+        ({"top_prompt_logprobs": 33}, "top_prompt_logprobs"),
         ({"min_tokens": 8}, "min_tokens"),
         ({"logit_bias": bias(100, 1.0)}, "logit_bias"),
         ({"logit_bias": bias(5, 100.5)}, "logit_bias"),
@@ -144,6 +152,42 @@ def test_a_bad_field_is_named(change: dict[str, object], param: str) -> None:
         request_from_record(record(**change), "key", VOCAB_SIZE, now=0.0)
     assert caught.value.param == param
     assert caught.value.message
+
+
+@pytest.mark.parametrize("name", FLOAT_FIELDS)
+# The last two are infinite in float32.
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e39, -1e39])
+def test_numbers_that_cannot_be_computed_are_refused_in_every_field(
+    name: str, value: float
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name} must be a finite number in") as caught:
+        request_from_record(record(**{name: value}), "key", VOCAB_SIZE, now=0.0)
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        # The ends of what gateways let through; what is 0 in float32 means as much as 0 here.
+        {"temperature": 0.0, "min_p": 0.0, "top_p": 1.0, "top_logprobs": 20},
+        {"temperature": 1e-46, "min_p": 1e-46, "top_p": 1e-46},
+        {"temperature": 2.0, "min_p": 1.0, "repetition_penalty": 10.0},
+        {"repetition_penalty": 1e-30, "presence_penalty": -2.0, "frequency_penalty": 2.0},
+        {"temperature": 1e30, "presence_penalty": 1e30, "frequency_penalty": -1e30},
+        {"top_logprobs": MAX_TOP_LOGPROBS, "top_prompt_logprobs": MAX_TOP_LOGPROBS},
+    ],
+)
+def test_numbers_that_can_be_computed_are_taken_as_they_are(change: dict[str, object]) -> None:
+    request = request_from_record(record(**change), "key", VOCAB_SIZE, now=0.0)
+    assert {name: getattr(request.sampling, name) for name in change} == change
+
+
+def test_no_more_likeliest_tokens_are_listed_than_the_vocabulary_has() -> None:
+    with pytest.raises(InvalidRequest, match="top_logprobs must be at most 5"):
+        listing = common_pb2.SamplingParameters(max_tokens=1, top_p=1.0, top_logprobs=6)
+        listing.repetition_penalty = 1.0
+        asked = common_pb2.GenerationRecord(prompt_token_ids=[1], sampling=listing)
+        request_from_record(asked, "key", 5, now=0.0)
 
 
 def test_every_field_of_an_output_reaches_the_wire() -> None:

@@ -25,6 +25,7 @@ FILTERS = {
     "top_k then top_p": (1.5, 0.0, 8, 0.6),
     "min_p then top_p": (1.5, 0.1, 0, 0.7),
     "all": (2.0, 0.05, 10, 0.9),
+    "the hottest that is taken": (1e30, 0.5, 0, 0.9),
     "greedy": (0.0, 0.0, 0, 1.0),
     "just above greedy": (2e-5, 0.0, 0, 1.0),
     "top_p 0": (1.0, 0.0, 0, 0.0),

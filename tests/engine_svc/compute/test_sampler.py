@@ -73,6 +73,29 @@ def test_bug_41_seeded_ids_are_the_same_in_any_batch_and_order() -> None:
     assert generate([dataclasses.replace(SEEDED, seed=43)], 0) != alone
 
 
+@pytest.mark.parametrize(
+    ("asked", "chosen"),
+    [
+        # Who was there wins, or loses.
+        ({"repetition_penalty": 1e-30}, {20}),
+        ({"frequency_penalty": -1e30, "presence_penalty": -1e30}, {20}),
+        ({"repetition_penalty": 1e30, "frequency_penalty": 1e30}, {63}),
+        # All that are left are equally likely.
+        ({"temperature": 1e30, "min_p": 0.5, "top_k": 3}, {63, 62, 61}),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 2e-5])
+def test_the_largest_numbers_that_an_engine_takes_are_computed(
+    asked: dict[str, float], chosen: set[int], temperature: float
+) -> None:
+    parameters = {"temperature": temperature} | asked
+    sampling = SamplingParameters(max_tokens=99, seed=1, **parameters)  # type: ignore[arg-type]
+    logits = torch.arange(-3.0, 61.0)[None]
+    sampled = sample(logits, [sampling], [[1, 2, 3, 4, 5] + [20] * 50])
+    assert sampled.errors == [None]
+    assert set(sampled.token_ids.tolist()) <= chosen
+
+
 def test_bug_41_seeded_ids_are_the_same_in_every_process_and_release() -> None:
     # Written down once: a change here breaks the promise that a seed reproduces an answer.
     assert generate([SEEDED], 0) == FIRST_IDS_OF_SEED_42

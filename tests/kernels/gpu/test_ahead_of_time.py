@@ -10,13 +10,17 @@ from unittest.mock import Mock
 
 import pytest
 
-from kernels.gpu import ahead_of_time
+from engine_svc.messages import MAX_TOP_LOGPROBS
+from kernels.gpu import ahead_of_time, logprobs
 from kernels.gpu.ahead_of_time import Form, all_variants, is_for, table
 from kernels.gpu.compilation import DEVICES, Compiled, read_assembler, read_metadata
+from kernels.gpu.variant import ModelShapes
 
 ROOT = Path(__file__).resolve().parents[3]
 # Cold, on two cores that have other things to do too. A second run takes seconds.
 TIMEOUT_SECONDS = 900
+# In elements, by Triton.
+LARGEST_TENSOR = 1 << 20
 NEVER_SPILL = ("attention", "rms_norm", "rope_and_cache")
 
 
@@ -52,6 +56,13 @@ def test_every_file_that_has_variants_is_compiled() -> None:
     directory = Path(ahead_of_time.__file__).parent
     having = {path.stem for path in directory.glob("*.py") if "\ndef variants(" in path.read_text()}
     assert {module.__name__.rpartition(".")[2] for module in ahead_of_time.OPS} == having
+
+
+@pytest.mark.parametrize("vocab_size", [1000, 50257, 262144])
+def test_the_most_likeliest_tokens_that_can_be_asked_for_are_compiled(vocab_size) -> None:
+    *_, form = logprobs.variants(ModelShapes(64, 9, 3, 64, 1536, vocab_size))
+    assert form.label.startswith(f"token_logprobs: list of {MAX_TOP_LOGPROBS},")
+    assert form.constexprs["RANKS"] <= LARGEST_TENSOR
 
 
 def test_what_ops_launch_alike_is_compiled_once() -> None:

@@ -39,6 +39,7 @@ FILTERS = {
     "cold top_k, top_p": (0.1, 0.0, 40, 0.95),
     "min_p, top_p": (1.5, 0.01, 0, 0.9),
     "all": (2.0, 0.02, 30, 0.9),
+    "the hottest that is taken": (1e30, 0.5, 0, 0.9),
     "greedy": (0.0, 0.0, 0, 1.0),
     "top_p 0": (1.0, 0.0, 0, 0.0),
     "hardly warm": (2e-5, 0.0, 0, 0.9),
