@@ -6,6 +6,7 @@ and a C++17 compiler, since setup.py runs it where nothing else is installed.
 """
 
 import argparse
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -45,18 +46,23 @@ class InstructionSet:
 
 
 _PORTABLE = InstructionSet(("-DTL_PORTABLE",))
+_AVX512 = InstructionSet(
+    (
+        *("-DTL_AVX512", "-mavx2", "-mfma", "-mf16c", "-mbmi2"),
+        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"),
+    ),
+    ("__AVX512BW__", "__AVX512VL__", "__AVX512DQ__", "__AVX512VNNI__"),
+)
 _X86_64 = {
     "portable": _PORTABLE,
     "avx2": InstructionSet(
         ("-DTL_AVX2", "-mavx2", "-mfma", "-mf16c", "-mbmi2"),
         ("__AVX2__", "__FMA__", "__F16C__", "__BMI2__"),
     ),
-    "avx512": InstructionSet(
-        (
-            *("-DTL_AVX512", "-mavx2", "-mfma", "-mf16c", "-mbmi2"),
-            *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"),
-        ),
-        ("__AVX512BW__", "__AVX512VL__", "__AVX512DQ__", "__AVX512VNNI__"),
+    "avx512": _AVX512,
+    "amx": InstructionSet(
+        (*_AVX512.flags, "-DTL_AMX", "-mamx-tile", "-mamx-int8"),
+        (*_AVX512.macros, "__AMX_TILE__", "__AMX_INT8__"),
     ),
 }
 _AARCH64 = {
@@ -158,7 +164,19 @@ def best_here(compiler: Sequence[str]) -> list[str]:
         return list(instruction_sets())
     macros = {line.split()[1] for line in printed.splitlines()}
     usable = [name for name, each in instruction_sets().items() if macros.issuperset(each.macros)]
+    if "amx" in usable and not _may_use_amx():
+        usable.remove("amx")
     return usable[-1:]
+
+
+def _may_use_amx() -> bool:
+    """Whether the system lets a process use what the machine has; see instruction_set.cpp."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    try:
+        refused: int = ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data)
+    except (OSError, AttributeError):
+        return False
+    return refused == 0
 
 
 def _accepts(compiler: Sequence[str], flags: Sequence[str]) -> bool:

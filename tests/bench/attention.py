@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kernels.cpu import build, library
-from tests.bench.kernels import READ_BYTES, aligned_bytes, best_rate, load_limits
+from tests.bench.kernels import aligned_bytes, best_rate, load_limits, read_rate
 from tests.fakes.native_ops import runnable_instruction_sets
 
 KINDS = {"float16": 0, "float32": 1, "int8": 2}
@@ -98,15 +98,8 @@ class Bench:
 
     def __init__(self, name: str, num_threads: int, seconds: float) -> None:
         self._library, self._num_threads, self._seconds = library.load(name), num_threads, seconds
-        values = np.ones((num_threads, READ_BYTES // 4 // num_threads), np.float32)
         limits, fma = load_limits(name), _load_fma_limit(name)
-
-        def read(thread: int) -> float:
-            part = values[thread]
-            limits.tl_limit_read(part.ctypes.data, part.size // 64 * 64)
-            return float(part.nbytes)
-
-        self._bytes_per_second = best_rate(read, num_threads, 2 * seconds)
+        self._bytes_per_second = read_rate(limits, num_threads, 2 * seconds)
         self._operations_per_second = best_rate(
             lambda _: float(fma.tl_limit_fma(FMA_ROUNDS)), num_threads, seconds
         )

@@ -1,7 +1,9 @@
 // A core's limits for linear layers: their instructions on registers alone, and reading memory.
 //
 // What a linear layer needs for each product, and nothing else: no loads, no broadcasts, no loops
-// over rows. kernels.py compiles this with the flags of the build that it measures.
+// over rows. AMX gives dot products to memory only, so that its loop has that way in it. kernels.py
+// compiles this with the flags of the build that it measures.
+#include "linear_amx.h"
 #include "simd.h"
 
 #define TL_API extern "C" __attribute__((visibility("default")))
@@ -132,7 +134,7 @@ TL_INLINE void multiply_group(Bytes (&weights)[kVectors], Bytes& x, Floats& scal
 }
 
 template <Mix mix, int halves>
-double multiply(int64_t rounds) {
+double run(int64_t rounds) {
   Bytes weights[kVectors] = {}, x = {};
   Floats scale = {}, products[kVectors][kRows] = {};
   for (int64_t round = 0; round < rounds; round++) {
@@ -147,10 +149,59 @@ double multiply(int64_t rounds) {
   return 2.0 * 32 * outputs * kRows * static_cast<double>(rounds);
 }
 
+#if defined(TL_AMX)
+
+// The dot products of a batch of groups, then their floats, as in the kernels.
+constexpr int kBatch = 12;
+
+template <Mix mix, int halves>
+double run_tiles(int64_t rounds) {
+  alignas(64) static const int8_t operands[16 * kQuadBytes] = {};
+  const TileRegisters registers(kTileRegisterRows);
+  tile_load<Tile::kWeights>(operands, kQuadBytes);
+  tile_load<Tile::kRows>(operands, kGroup);
+  alignas(64) int32_t dots[kBatch][halves][kTileRegisterRows * kPanelRows];
+  F32x16 scale = zero(), products[kTileRegisterRows] = {};
+  for (int64_t round = 0; round < rounds; round++) {
+    for (int group = 0; group < kBatch; group++) {
+      for (int half = 0; half < halves; half++) {
+        tile_zero<Tile::kDots>();
+        tile_multiply<Tile::kDots, Tile::kRows>();
+        if (mix != kDotsAlone) tile_store<Tile::kDots>(dots[group][half], kPanelRows * 4);
+      }
+    }
+    for (int group = 0; mix != kDotsAlone && group < kBatch; group++) {
+      TL_UNROLL
+      for (int r = 0; r < kTileRegisterRows; r++) {
+        asm volatile("" : "+v"(scale.v));
+        I32x16 dot = load_dots(dots[group][0], r);
+        if constexpr (halves == 2) dot = times_half_base(dot) + load_dots(dots[group][1], r);
+        products[r] = fma(to_float(dot), scale * scale, products[r]);
+        if (mix == kQ4) products[r] = fma(scale, scale, products[r]);
+      }
+    }
+  }
+  TL_UNROLL
+  for (int r = 0; r < kTileRegisterRows; r++) asm volatile("" : : "v"(products[r].v));
+  return 2.0 * kGroup * kPanelRows * kTileRegisterRows * kBatch * static_cast<double>(rounds);
+}
+
+#endif
+
+template <Mix mix, int halves>
+double run_rows(int64_t num_rows, int64_t rounds) {
+#if defined(TL_AMX)
+  if (num_rows >= fewest_tile_rows(mix == kQ4)) return run_tiles<mix, halves>(rounds);
+#endif
+  (void)num_rows;
+  return run<mix, halves>(rounds);
+}
+
 template <int halves>
-double multiply(int32_t mix, int64_t rounds) {
-  if (mix == kQ4) return multiply<kQ4, halves>(rounds);
-  return mix == kQ8 ? multiply<kQ8, halves>(rounds) : multiply<kDotsAlone, halves>(rounds);
+double run(int32_t mix, int64_t num_rows, int64_t rounds) {
+  if (mix == kQ4) return run_rows<kQ4, halves>(num_rows, rounds);
+  if (mix == kQ8) return run_rows<kQ8, halves>(num_rows, rounds);
+  return run_rows<kDotsAlone, halves>(num_rows, rounds);
 }
 
 #endif
@@ -158,25 +209,33 @@ double multiply(int32_t mix, int64_t rounds) {
 }  // namespace
 }  // namespace tokenline
 
-// Operations (a multiplication or an addition is one) that `rounds` rounds did; 0: no loop for it.
-TL_API double tl_limit_operations(int32_t mix, int32_t halves, int64_t rounds) {
+// Operations (a multiplication or an addition is one) that `rounds` rounds did, of the instructions
+// that so many rows are multiplied with; 0: no loop for it.
+TL_API double tl_limit_operations(int32_t mix, int32_t halves, int64_t num_rows, int64_t rounds) {
 #ifdef TL_NO_LIMIT
-  (void)mix, (void)halves, (void)rounds;
+  (void)mix, (void)halves, (void)num_rows, (void)rounds;
   return 0.0;
 #else
-  return halves == 1 ? tokenline::multiply<1>(mix, rounds) : tokenline::multiply<2>(mix, rounds);
+  return halves == 1 ? tokenline::run<1>(mix, num_rows, rounds)
+                     : tokenline::run<2>(mix, num_rows, rounds);
 #endif
 }
 
-// Reads `count` floats, a multiple of 64.
-TL_API float tl_limit_read(const float* values, int64_t count) {
+// Reads `count` floats, a multiple of 64, that are fetched ahead into the first-level cache or the
+// second. Which is faster depends on the machine.
+template <int into>
+float read(const float* values, int64_t count) {
   using namespace tokenline;
   F32x16 sums[4] = {zero(), zero(), zero(), zero()};
   for (int64_t i = 0; i < count; i += 4 * kLanes) {
     for (int part = 0; part < 4; part++) {
-      __builtin_prefetch(values + i + part * kLanes + 1024);
+      __builtin_prefetch(values + i + part * kLanes + 1024, 0, into == 1 ? 3 : 2);
       sums[part] = sums[part] + load(values + i + part * kLanes);
     }
   }
   return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+TL_API float tl_limit_read(const float* values, int64_t count, int32_t into) {
+  return into == 1 ? read<1>(values, count) : read<2>(values, count);
 }

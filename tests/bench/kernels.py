@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,10 @@ SHAPES = ((576, 576), (960, 576), (3072, 576), (576, 1536), (49152, 576))
 NUM_ROWS = (1, 4, 16, 64, 512)
 # Rows from which on arithmetic is the limit, not memory.
 ROWS_BEYOND_MEMORY = 16
+ROWS_OF_A_PROMPT = 64
+# Of kernel_limits.cpp, in its order.
+MIXES = ("dots alone", "q4", "q8")
+COLUMNS = ("shape", "format", "rows", "µs", "GOP/s", "of limit", "GB/s", "of limit")
 CACHE_BYTES = 96 << 20
 MOST_OUTPUT_BYTES = 64 << 20
 GROUP, PANEL_ROWS = 32, 16
@@ -63,7 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
     for name in arguments.builds.split(",") if arguments.builds else runnable_instruction_sets():
         halves = NUM_HALVES[arguments.activations]
         with Bench(name, halves, arguments.threads, arguments.seconds) as bench:
-            table = Table("shape", "format", "rows", "µs", "GOP/s", "of limit", "GB/s", "of limit")
+            table = Table(*COLUMNS)
             for format_name in arguments.formats.split(","):
                 for rows, columns in shapes:
                     for num_rows in map(int, arguments.rows.split(",")):
@@ -72,22 +76,8 @@ def run(arguments: argparse.Namespace) -> None:
                 for num_rows in map(int, arguments.rows.split(",")) if arguments.gated else ():
                     table.add_row(*bench.row(format_name, 3072, 576, num_rows, True))
             console = Console()
-            console.print(f"{name}, {arguments.threads} threads: {bench.limits}")
+            console.print(f"{name}, {arguments.threads} threads: {bench}")
             console.print(table)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Of all threads together. A build without a loop for them has no operations."""
-
-    bytes_per_second: float
-    operations_per_second: dict[str, float]
-
-    def __str__(self) -> str:
-        rates = ", ".join(
-            f"{name} {rate / 1e9:.0f} GOP/s" for name, rate in self.operations_per_second.items()
-        )
-        return f"memory {self.bytes_per_second / 1e9:.1f} GB/s, instructions of {rates}"
 
 
 class Bench:
@@ -98,7 +88,9 @@ class Bench:
         self._halves = halves
         self._seconds = seconds
         self._num_threads = num_threads
-        self.limits = self._measure_limits(name)
+        self._limits = load_limits(name)
+        self._bytes_per_second = read_rate(self._limits, num_threads, 2 * seconds)
+        self._operations_per_second: dict[tuple[str, int], float] = {}
         self._pool = self._library.tl_pool_new(num_threads)
 
     def __enter__(self) -> "Bench":
@@ -107,6 +99,13 @@ class Bench:
     def __exit__(self, *_: object) -> None:
         self._library.tl_pool_delete(self._pool)
 
+    def __str__(self) -> str:
+        rate = self._limit("dots alone", ROWS_OF_A_PROMPT)
+        return (
+            f"memory {self._bytes_per_second / 1e9:.1f} GB/s, "
+            f"dot products alone {rate / 1e9:.0f} GOP/s"
+        )
+
     def row(
         self, format_name: str, rows: int, columns: int, num_rows: int, is_gated: bool
     ) -> list[str]:
@@ -114,17 +113,16 @@ class Bench:
         num_bytes = self._library.tl_packed_bytes(FORMATS[format_name], rows, columns)
         seconds = self._time(FORMATS[format_name], rows, columns, num_rows, is_gated)
         operations = 2.0 * rows * columns * num_rows / seconds
-        limit = self.limits.operations_per_second.get(format_name.removesuffix("-wide"), 0.0)
-        share = f"{100 * operations / limit:.0f} %" if limit else ""
-        memory_share = 100 * num_bytes / seconds / self.limits.bytes_per_second
         computes = num_rows >= ROWS_BEYOND_MEMORY
+        limit = self._limit(format_name.removesuffix("-wide"), num_rows) if computes else 0.0
+        memory_share = 100 * num_bytes / seconds / self._bytes_per_second
         return [
             f"{'gated ' if is_gated else ''}{rows}x{columns}",
             format_name,
             str(num_rows),
             f"{seconds * 1e6:.1f}",
             f"{operations / 1e9:.0f}",
-            share if computes else "",
+            f"{100 * operations / limit:.0f} %" if limit else "",
             f"{num_bytes / seconds / 1e9:.1f}",
             "" if computes else f"{memory_share:.0f} %",
         ]
@@ -182,23 +180,19 @@ class Bench:
         room[:] = one
         return room
 
-    def _measure_limits(self, name: str) -> Limits:
-        limits = load_limits(name)
-        values = np.ones((self._num_threads, READ_BYTES // 4 // self._num_threads), np.float32)
-
-        def read(thread: int) -> float:
-            part = values[thread]
-            limits.tl_limit_read(part.ctypes.data, part.size // 64 * 64)
-            return float(part.nbytes)
-
-        rates = {}
-        for mix, label in enumerate(("dots alone", "q4", "q8")):
-
-            def multiply(_: int, mix: int = mix) -> float:
-                return float(limits.tl_limit_operations(mix, self._halves, LIMIT_ROUNDS))
-
-            rates[label] = best_rate(multiply, self._num_threads, self._seconds)
-        return Limits(best_rate(read, self._num_threads, 2 * self._seconds), rates)
+    def _limit(self, mix: str, num_rows: int) -> float:
+        """Operations per second of the instructions that so many rows are multiplied with; 0 for
+        formats and builds without a loop for them."""
+        if mix not in MIXES:
+            return 0.0
+        if (mix, num_rows) not in self._operations_per_second:
+            arguments = (MIXES.index(mix), self._halves, num_rows, LIMIT_ROUNDS)
+            self._operations_per_second[mix, num_rows] = best_rate(
+                lambda _: float(self._limits.tl_limit_operations(*arguments)),
+                self._num_threads,
+                self._seconds,
+            )
+        return self._operations_per_second[mix, num_rows]
 
 
 def load_limits(name: str) -> ctypes.CDLL:
@@ -213,11 +207,27 @@ def load_limits(name: str) -> ctypes.CDLL:
         ]
         subprocess.run(command, check=True, timeout=120)
         limits = ctypes.CDLL(target)
-    limits.tl_limit_operations.argtypes = [ctypes.c_int32, ctypes.c_int32, ctypes.c_int64]
+    limits.tl_limit_operations.argtypes = [
+        *(ctypes.c_int32, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64)
+    ]
     limits.tl_limit_operations.restype = ctypes.c_double
-    limits.tl_limit_read.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    limits.tl_limit_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32]
     limits.tl_limit_read.restype = ctypes.c_float
     return limits
+
+
+def read_rate(limits: ctypes.CDLL, num_threads: int, seconds: float) -> float:
+    """Bytes per second that the threads read from memory, the better way of two."""
+    values = np.ones((num_threads, READ_BYTES // 4 // num_threads), np.float32)
+
+    def read(thread: int, cache_level: int) -> float:
+        part = values[thread]
+        limits.tl_limit_read(part.ctypes.data, part.size // 64 * 64, cache_level)
+        return float(part.nbytes)
+
+    return max(
+        best_rate(partial(read, cache_level=level), num_threads, seconds / 2) for level in (1, 2)
+    )
 
 
 def best_rate(work: Callable[[int], float], num_threads: int, seconds: float) -> float:

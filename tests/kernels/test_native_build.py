@@ -95,9 +95,21 @@ def test_builds_that_the_compiler_is_too_old_for_are_left_out(
         command, env=environment(CXX=str(old_compiler)), capture_output=True, text=True
     )
     assert finished.returncode == 0, finished.stderr
-    assert finished.stderr == f"{old_compiler} is too old for the avx512 kernels\n"
+    left_out = [f"{old_compiler} is too old for the {name} kernels" for name in ("avx512", "amx")]
+    assert finished.stderr.splitlines() == left_out
     built = sorted(path.name for path in (tmp_path / "lib").glob("*.so"))
     assert built == ["tokenline_cpu_avx2.so", "tokenline_cpu_portable.so"]
+
+
+def test_what_the_system_withholds_is_not_the_best_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler for this very machine knows what it has, not what a process may use of it."""
+    macros = {macro for each in instruction_sets("x86_64").values() for macro in each.macros}
+    printed = "".join(f"#define {macro} 1\n" for macro in macros)
+    monkeypatch.setattr(native, "instruction_sets", lambda: instruction_sets("x86_64"))
+    monkeypatch.setattr(native, "_run", lambda _: printed)
+    for allows, best in ((True, "amx"), (False, "avx512")):
+        monkeypatch.setattr(native, "_may_use_amx", lambda allows=allows: allows)
+        assert native.best_here(["c++"]) == [best]
 
 
 @pytest.mark.parametrize(("arguments", "status"), [([], 1), (["--optional"], 0)])
@@ -158,7 +170,7 @@ def test_a_wheel_is_for_every_machine_of_its_platform(tmp_path: Path, old_compil
     assert "-py3-none-" in wheel.name and "-any" not in wheel.name
     names = set(zipfile.ZipFile(wheel).namelist())
     libraries = {name for name in names if name.startswith("kernels/cpu/lib/")}
-    built = {name for name in instruction_sets() if name != "avx512"}
+    built = set(instruction_sets()).difference({"avx512", "amx"})
     expected = {f"kernels/cpu/lib/tokenline_cpu_{name}.so" for name in built}
     assert libraries == expected
     assert {"kernels/cpu/native/api.h", "kernels/cpu/native/pool.cpp"} <= names

@@ -3,6 +3,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
@@ -14,6 +18,26 @@ bool has_f16c() {
   unsigned eax, ebx, ecx, edx;
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
 }
+
+// Linux lets a process use the tile registers once it has asked for them, which makes a thread's saved
+// state 8 KiB larger where it does use them.
+bool may_use_amx() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+  unsigned eax, ebx, ecx, edx;
+  constexpr unsigned kTile = 1u << 24, kInt8 = 1u << 25;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  if ((edx & (kTile | kInt8)) != (kTile | kInt8)) return false;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+#if defined(TL_AMX)
+// Whoever loads this build means to use it.
+[[gnu::constructor]] void ask_for_amx() { may_use_amx(); }
+#endif
 #elif defined(__aarch64__)
 bool has_dot_product() {
 #if defined(__linux__)
@@ -36,7 +60,9 @@ const char* tl_interface(void) {
 }
 
 const char* tl_instruction_set(void) {
-#if defined(TL_AVX512)
+#if defined(TL_AMX)
+  return "amx";
+#elif defined(TL_AVX512)
   return "avx512";
 #elif defined(TL_AVX2)
   return "avx2";
@@ -56,7 +82,7 @@ const char* tl_best_instruction_set(void) {
   if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vnni")) {
-    return "avx512";
+    return may_use_amx() ? "amx" : "avx512";
   }
   return has_avx2 ? "avx2" : "portable";
 #elif defined(__aarch64__)

@@ -7,7 +7,7 @@ namespace {
 template <class Format>
 class PlainStage : public LinearStage<Format> {
   using Base = LinearStage<Format>;
-  using typename Base::Rows;
+  using typename Base::Products;
 
  public:
   PlainStage(int32_t count, const TlRows& in, const TlMatrix& weight, bool adds, float* out,
@@ -18,18 +18,16 @@ class PlainStage : public LinearStage<Format> {
         stride_(stride) {}
 
  private:
-  void work(const Block& block, const Rows& x, float*) const override {
+  void work(const Block& block, const Products& products, float*) const override {
     for (int64_t index = block.first_unit; index < block.last_unit; index++) {
-      const uint8_t* panel = this->panel(index);
-      for_each_row_tile<Format::kTileRows>(
-          block.first_row, block.last_row, [&](int64_t row, auto count) {
-            constexpr int R = decltype(count)::value;
-            float* out = out_ + row * stride_ + index * kPanelRows;
-            for (int r = 0; r < R; r++) __builtin_prefetch(out + r * stride_, 1);
-            F32x16 products[R];
-            multiply<Format>(panel, x.from(row - block.first_row), products);
-            store_tile(products, index, out);
-          });
+      float* first = out_ + block.first_row * stride_ + index * kPanelRows;
+      products.multiply_by(
+          this->panel(index),
+          [&](int64_t row, int num_rows) TL_INLINE_LAMBDA {
+            for (int r = 0; r < num_rows; r++) __builtin_prefetch(first + (row + r) * stride_, 1);
+          },
+          [&](int64_t row, const auto& tile)
+              TL_INLINE_LAMBDA { store_tile(tile, index, first + row * stride_); });
     }
   }
 

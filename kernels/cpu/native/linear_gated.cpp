@@ -9,39 +9,43 @@ namespace {
 template <class Format>
 class GatedStage : public LinearStage<Format> {
   using Base = LinearStage<Format>;
-  using typename Base::Rows;
+  using typename Base::Products;
 
  public:
   GatedStage(int32_t count, const TlRows& in, const TlMatrix& weight, const TlRows& out)
       : Base(count, in, weight, weight.rows / 2 / kGroup, 2 * kGroup / kPanelRows), out_(out) {}
 
  private:
-  size_t buffer_size() const override { return kBlockRows * kGroup; }
+  size_t buffer_floats() const override { return kBlockRows * kGroup; }
 
-  void work(const Block& block, const Rows& x, float* buffer) const override {
+  void work(const Block& block, const Products& products, float* buffer) const override {
+    const int64_t num_gates = this->weight().rows / 2 / kPanelRows;
     for (int64_t group = block.first_unit; group < block.last_unit; group++) {
       for (int half = 0; half < kGroup / kPanelRows; half++) {
-        multiply_panel(group * (kGroup / kPanelRows) + half, block, x, buffer + half * kPanelRows);
+        const int64_t index = group * (kGroup / kPanelRows) + half;
+        float* place = buffer + half * kPanelRows;
+        multiply(products, index, place, [](F32x16 gate, F32x16) { return gate; });
+        multiply(products, index + num_gates, place,
+                 [](F32x16 up, F32x16 gate) { return silu(gate) * up; });
       }
-      for (int64_t row = block.first_row; row < block.last_row; row++) {
-        write_group(row, group, buffer + (row - block.first_row) * kGroup);
+      for (int64_t row = 0; row < block.num_rows; row++) {
+        write_group(block.first_row + row, group, buffer + row * kGroup);
       }
     }
   }
 
-  // Gates of panel `index` and what they gate, into 16 columns of the buffer.
-  void multiply_panel(int64_t index, const Block& block, const Rows& x, float* buffer) const {
-    const uint8_t* gate_panel = this->panel(index);
-    const uint8_t* up_panel = this->panel(index + this->weight().rows / 2 / kPanelRows);
-    for_each_row_tile<Format::kTileRows>(
-        0, block.last_row - block.first_row, [&](int64_t row, auto count) {
-          constexpr int R = decltype(count)::value;
-          F32x16 gates[R], ups[R];
-          multiply<Format>(gate_panel, x.from(row), gates);
-          multiply<Format>(up_panel, x.from(row), ups);
+  // Puts what `join` makes of products with a panel, and of what is there, into 16 columns of the buffer
+  // [rows][kGroup].
+  template <class Join>
+  void multiply(const Products& products, int64_t index, float* columns, Join join) const {
+    products.multiply_by(
+        this->panel(index), [](int64_t, int) {},
+        [&](int64_t row, const auto& tile) TL_INLINE_LAMBDA {
+          float* place = columns + row * kGroup;
           TL_UNROLL
-          for (int r = 0; r < R; r++) {
-            store(buffer + (row + r) * kGroup, silu(gates[r]) * ups[r]);
+          for (const F32x16& product : tile) {
+            store(place, join(product, load(place)));
+            place += kGroup;
           }
         });
   }

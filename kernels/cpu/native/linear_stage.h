@@ -1,4 +1,4 @@
-// What the stages of linear layers share: how a product is cut into chunks and its rows into tiles.
+// What the stages of linear layers share: how a product is cut into chunks.
 #pragma once
 
 #include <algorithm>
@@ -6,7 +6,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "linear_tiles.h"
+#include "linear_amx.h"
+#include "linear_block.h"
 #include "program.h"
 
 namespace tokenline {
@@ -22,31 +23,20 @@ constexpr int64_t kRowsWorthTheMemory = 8;
 // Between the two, a matrix is cut into so many chunks of weights: for up to eight threads.
 constexpr int64_t kChunksOfWeights = 32;
 
-// Calls `body` with std::integral_constant<int, rows>; 1 ≤ rows ≤ most.
-template <int most, class Body>
-TL_INLINE void with_rows(int64_t rows, const Body& body) {
-  if constexpr (most > 1) {
-    if (rows < most) return with_rows<most - 1>(rows, body);
-  }
-  body(std::integral_constant<int, most>{});
-}
-
-// Calls `body(row, count)` for tiles of rows [first, last), as even as can be.
-template <int most, class Body>
-TL_INLINE void for_each_row_tile(int64_t first, int64_t last, const Body& body) {
-  while (first < last) {
-    const int64_t num_tiles = (last - first + most - 1) / most;
-    const int64_t rows = (last - first + num_tiles - 1) / num_tiles;
-    with_rows<most>(rows, [&](auto count) { body(first, count); });
-    first += rows;
-  }
-}
-
 // Rows of one chunk, and the units of weights that it multiplies them by.
 struct Block {
-  int64_t first_row, last_row;
+  int64_t first_row, num_rows;
   int64_t first_unit, last_unit;
 };
+
+#if defined(TL_AMX)
+template <class Format>
+using ProductsOf =
+    std::conditional_t<Format::kIsQuantised, TileProducts<Format>, BlockProducts<Format>>;
+#else
+template <class Format>
+using ProductsOf = BlockProducts<Format>;
+#endif
 
 // The product of a count of rows with a matrix, cut into blocks. What a unit of weights is, and
 // what becomes of the products, is up to those that derive from it.
@@ -54,6 +44,7 @@ template <class Format>
 class LinearStage : public Stage {
  public:
   using Rows = typename Format::Rows;
+  using Products = ProductsOf<Format>;
 
   // The weights are num_units · panels_per_unit panels.
   LinearStage(int32_t count, const TlRows& in, const TlMatrix& weight, int64_t num_units,
@@ -77,18 +68,19 @@ class LinearStage : public Stage {
     const int64_t blocks = num_blocks(rows), units = units_per_chunk(rows);
     Block block;
     block.first_row = chunk % blocks * kBlockRows;
-    block.last_row = std::min(block.first_row + kBlockRows, rows);
+    block.num_rows = std::min(kBlockRows, rows - block.first_row);
     block.first_unit = chunk / blocks * units;
     block.last_unit = std::min(block.first_unit + units, num_units_);
-    const size_t offsets = Format::kOffsets ? offsets_size() : 0;
-    auto* memory = scratch.get<float>(offsets + buffer_size());
-    work(block, make_rows(block, memory), memory + offsets);
+    const size_t products_bytes = Products::memory_bytes(kBlockRows, num_groups(weight_.columns));
+    auto* memory = scratch.get<char>(products_bytes + buffer_floats() * sizeof(float));
+    work(block, Products(first_rows().from(block.first_row), block.num_rows, memory),
+         reinterpret_cast<float*>(memory + products_bytes));
   }
 
  protected:
-  // `x` begins with the block's first row; `buffer` is memory for the block's time.
-  virtual void work(const Block& block, const Rows& x, float* buffer) const = 0;
-  virtual size_t buffer_size() const { return 0; }
+  // `buffer` is memory for the block's time.
+  virtual void work(const Block& block, const Products& products, float* buffer) const = 0;
+  virtual size_t buffer_floats() const { return 0; }
 
   const uint8_t* panel(int64_t index) const {
     return static_cast<const uint8_t*>(weight_.data) + index * panel_bytes_;
@@ -107,50 +99,11 @@ class LinearStage : public Stage {
     return std::clamp<int64_t>((num_units_ + chunks - 1) / chunks, 1, most);
   }
 
-  size_t offsets_size() const {
-    return static_cast<size_t>(kBlockRows * num_groups(weight_.columns) + kLanes);
-  }
-
-  Rows make_rows(const Block& block, float* memory) const {
+  Rows first_rows() const {
     if constexpr (std::is_same_v<Rows, FloatRows>) {
-      return FloatRows{in_.values, in_.stride, weight_.columns}.from(block.first_row);
+      return {in_.values, in_.stride, weight_.columns};
     } else {
-      Rows x{in_.quantised, in_.scales, in_.sums, nullptr, num_groups(weight_.columns)};
-      x = x.from(block.first_row);
-      if (Format::kOffsets) {
-        auto* offsets = reinterpret_cast<int32_t*>(memory);
-        find_offsets(x, (block.last_row - block.first_row) * x.groups, offsets);
-        x.offsets = offsets;
-      }
-      return x;
-    }
-  }
-
-  // -128 · Σq, where `sums` are scale · Σq: the quotient is a rounding away from an integer of at
-  // most 21 bits. A scale of zero or NaN gives zero, whose product with that scale is right.
-  static void find_offsets(const Rows& x, int64_t size, int32_t* offsets) {
-    I32x16 most = broadcast_int(0);
-    for (int64_t i = 0; i < size; i += kLanes) {
-      const F32x16 sums = load_some(x.sums + i, size - i);
-      const F32x16 scales = load_some(x.scales + i, size - i);
-      store_int(offsets + i, shift_left<7>(round_to_int((zero() - sums) / scales)));
-      most = larger(most, as_int(magnitude(sums)));
-    }
-    constexpr int32_t kInfinity = 0x7f800000;
-    if (largest(most) >= kInfinity) count_offsets(x, size, offsets);
-  }
-
-  // The same where a group's sum is too large for a float, though its values are not.
-  static void count_offsets(const Rows& x, int64_t size, int32_t* offsets) {
-    constexpr int kHalves = Format::kHalves;
-    for (int64_t i = 0; i < size; i++) {
-      offsets[i] = 0;
-      const int64_t group = i / x.groups * kHalves * x.groups + i % x.groups;
-      const int8_t* first = x.quantised + group * kGroup;
-      const int8_t* low = first + x.groups * kGroup;
-      for (int64_t k = 0; k < kGroup; k++) {
-        offsets[i] -= 128 * (kHalves == 1 ? first[k] : kHalfBase * first[k] + low[k]);
-      }
+      return {in_.quantised, in_.scales, in_.sums, nullptr, num_groups(weight_.columns)};
     }
   }
 

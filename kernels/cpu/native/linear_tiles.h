@@ -24,6 +24,8 @@ struct QuantisedRows {
   const int32_t* offsets;  // -128 · Σq of each group, where the build wants these
   int64_t groups;
 
+  // Of the loop along a row.
+  int64_t steps() const { return groups; }
   QuantisedRows from(int64_t row) const {
     const int64_t place = row * groups;
     return {quantised + halves * place * kGroup, scales + place, sums + place,
@@ -36,17 +38,21 @@ struct FloatRows {
   int64_t stride;
   int64_t columns;
 
+  int64_t steps() const { return columns; }
   FloatRows from(int64_t row) const { return {values + row * stride, stride, columns}; }
 };
 
-// Weights are fetched into the second-level cache before they are read: more loads can be under way
-// to it than to the first. How far ahead was found by trial, on an AMD Zen 4: with one row or two,
-// which wait for memory only, near enough for the machine's own prefetching to follow.
-template <int R>
-TL_INLINE void fetch_ahead(const uint8_t* weights, int64_t bytes) {
-  constexpr int64_t kDistance = R <= 2 ? 1024 : 8192;
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(weights + kDistance + i, 0, 2);
-}
+// Weights to be fetched meanwhile into the second-level cache, so many bytes in each step: more loads
+// can be under way to it than to the first.
+struct Ahead {
+  const uint8_t* from;
+  int64_t bytes;
+
+  TL_INLINE void fetch(int64_t step) const {
+    const uint8_t* first = from + step * bytes;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(first + i, 0, 2);
+  }
+};
 
 // ------------------------------------------------------------------------------------- quantised
 
@@ -56,7 +62,8 @@ struct Q4Panels {
   using Rows = QuantisedRows<halves>;
   static constexpr int kHalves = halves, kTileRows = rows_per_tile(halves);
   static constexpr GroupLayout kLayout = group_layout(TL_Q4);
-  static constexpr bool kHasMinima = true, kOffsets = false;
+  static constexpr int64_t kStepBytes = kLayout.bytes();
+  static constexpr bool kIsQuantised = true, kIs4Bit = true, kHasMinima = true, kOffsets = false;
 
   TL_INLINE static F32x16 scale(const uint8_t* group) {
     return load_f16(reinterpret_cast<const uint16_t*>(group));
@@ -73,6 +80,7 @@ struct Q4Panels {
 template <int halves>
 struct Q4WidePanels : Q4Panels<halves> {
   static constexpr GroupLayout kLayout = group_layout(TL_Q4_WIDE);
+  static constexpr int64_t kStepBytes = kLayout.bytes();
 
   TL_INLINE static F32x16 scale(const uint8_t* group) {
     return load(reinterpret_cast<const float*>(group));
@@ -87,7 +95,9 @@ struct Q8Panels {
   using Rows = QuantisedRows<halves>;
   static constexpr int kHalves = halves, kTileRows = rows_per_tile(halves);
   static constexpr GroupLayout kLayout = group_layout(TL_Q8);
-  static constexpr bool kHasMinima = false, kOffsets = kOffsetsInt8;
+  static constexpr int64_t kStepBytes = kLayout.bytes();
+  static constexpr bool kIsQuantised = true, kIs4Bit = false, kHasMinima = false;
+  static constexpr bool kOffsets = kOffsetsInt8;
 
   TL_INLINE static F32x16 scale(const uint8_t* group) {
     return load_f16(reinterpret_cast<const uint16_t*>(group));
@@ -100,33 +110,35 @@ struct Q8Panels {
 };
 
 template <class Format, int R>
-TL_INLINE void multiply(const uint8_t* panel, const QuantisedRows<Format::kHalves>& x,
+TL_INLINE void multiply(const uint8_t* panel, const QuantisedRows<Format::kHalves>& x, Ahead ahead,
                         F32x16 (&products)[R]) {
   constexpr int kHalves = Format::kHalves;
   TL_UNROLL
   for (int r = 0; r < R; r++) products[r] = zero();
+  const Strides to_quantised(x.groups * kGroup), to_floats(x.groups * 4);
   for (int64_t g = 0; g < x.groups; g++) {
-    const uint8_t* group = panel + g * Format::kLayout.bytes();
-    fetch_ahead<R>(group, Format::kLayout.bytes());
+    const Strides quantised = to_quantised.in_this_round(), floats = to_floats.in_this_round();
+    const uint8_t* group = panel + g * Format::kStepBytes;
+    ahead.fetch(g);
     // Of a row's high halves, and of its low ones; or of its only ones.
     I32x16 sums[kHalves * R];
     TL_UNROLL
     for (int r = 0; r < R; r++) {
       sums[kHalves * r] = broadcast_int(0);
       sums[kHalves * r + kHalves - 1] =
-          broadcast_int(Format::kOffsets ? x.offsets[r * x.groups + g] : 0);
+          broadcast_int(Format::kOffsets ? *floats.from(x.offsets + g, r) : 0);
     }
-    Format::add_dots(group + Format::kLayout.scales,
-                     {x.quantised + g * kGroup, x.groups * kGroup}, sums);
+    Format::add_dots(group + Format::kLayout.scales, {x.quantised + g * kGroup, quantised}, sums);
     const F32x16 scale = Format::scale(group), minimum = Format::minimum(group);
     TL_UNROLL
     for (int r = 0; r < R; r++) {
-      const int64_t place = r * x.groups + g;
-      const F32x16 both_scales = scale * broadcast(x.scales[place]);
+      const F32x16 both_scales = scale * broadcast(*floats.from(x.scales + g, r));
       I32x16 dot = sums[kHalves * r];
       if constexpr (kHalves == 2) dot = times_half_base(dot) + sums[2 * r + 1];
       products[r] = fma(to_float(dot), both_scales, products[r]);
-      if (Format::kHasMinima) products[r] = fma(minimum, broadcast(x.sums[place]), products[r]);
+      if (Format::kHasMinima) {
+        products[r] = fma(minimum, broadcast(*floats.from(x.sums + g, r)), products[r]);
+      }
     }
   }
 }
@@ -136,37 +148,38 @@ TL_INLINE void multiply(const uint8_t* panel, const QuantisedRows<Format::kHalve
 struct FloatPanels {
   using Rows = FloatRows;
   static constexpr int kTileRows = kFloatRowsPerTile;
-  static constexpr bool kOffsets = false;
+  static constexpr bool kIsQuantised = false, kOffsets = false;
 };
 
 struct F32Panels : FloatPanels {
-  static constexpr int64_t kColumnBytes = kPanelRows * 4;
+  static constexpr int64_t kStepBytes = kPanelRows * 4;
   TL_INLINE static F32x16 weights(const uint8_t* column) {
     return load(reinterpret_cast<const float*>(column));
   }
 };
 
 struct F16Panels : FloatPanels {
-  static constexpr int64_t kColumnBytes = kPanelRows * 2;
+  static constexpr int64_t kStepBytes = kPanelRows * 2;
   TL_INLINE static F32x16 weights(const uint8_t* column) {
     return load_f16(reinterpret_cast<const uint16_t*>(column));
   }
 };
 
 struct Bf16Panels : FloatPanels {
-  static constexpr int64_t kColumnBytes = kPanelRows * 2;
+  static constexpr int64_t kStepBytes = kPanelRows * 2;
   TL_INLINE static F32x16 weights(const uint8_t* column) {
     return load_bf16(reinterpret_cast<const uint16_t*>(column));
   }
 };
 
 template <class Format, int R>
-TL_INLINE void multiply(const uint8_t* panel, const FloatRows& x, F32x16 (&products)[R]) {
+TL_INLINE void multiply(const uint8_t* panel, const FloatRows& x, Ahead ahead,
+                        F32x16 (&products)[R]) {
   TL_UNROLL
   for (int r = 0; r < R; r++) products[r] = zero();
   for (int64_t i = 0; i < x.columns; i++) {
-    const uint8_t* column = panel + i * Format::kColumnBytes;
-    fetch_ahead<R>(column, Format::kColumnBytes);
+    const uint8_t* column = panel + i * Format::kStepBytes;
+    ahead.fetch(i);
     const F32x16 weights = Format::weights(column);
     TL_UNROLL
     for (int r = 0; r < R; r++) {
