@@ -16,6 +16,7 @@ from gateway.sequence import Sequence
 from protos.common.v1 import common_pb2
 from protos.detok.v1 import detok_pb2, detok_pb2_grpc
 from protos.engine.v1 import engine_pb2
+from protos.wire.errors import StartupError
 from protos.wire.server import GrpcServer
 from tests.fakes.detok_line import Answer, token_bytes
 from tests.fakes.engine_script import Script
@@ -35,6 +36,7 @@ class Replica:
     def __init__(self, service: Any) -> None:
         self.service = service
         self.port = free_port()
+        self._has_started = False
         self._stack = contextlib.AsyncExitStack()
 
     @property
@@ -42,7 +44,15 @@ class Replica:
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        await self._stack.enter_async_context(self.service.serving(self.port))
+        try:
+            await self._stack.enter_async_context(self.service.serving(self.port))
+        except StartupError:
+            if self._has_started:
+                raise
+            # Somebody else has taken the port since it was chosen.
+            self.port = free_port()
+            await self._stack.enter_async_context(self.service.serving(self.port))
+        self._has_started = True
 
     async def stop(self) -> None:
         """Cuts all its streams, and refuses connections."""
