@@ -5,7 +5,8 @@ its weights are read from memory each time. The limits are taken in the same run
 threads: reading memory, and a linear layer's instructions on registers alone (kernel_limits.cpp),
 which are a dot product of int8 for each half of the activations, unpacking of 4-bit weights once
 for the rows of a tile, and for each group of 32 columns the conversion to float, scale · scale and
-one fma (two with a minimum). A weight times an activation counts once.
+one fma (two with a minimum). Where rows are multiplied by AMX, so is the limit: its dot products
+can only be stored, which is then a part of it. A weight times an activation counts once.
 """
 
 import argparse

@@ -61,7 +61,8 @@ class TileRegisters {
   static_assert(sizeof(Shapes) == 64);
 };
 
-// Not the compiler's own intrinsics: GCC 12 moves stores to what they read past them.
+// Not the compiler's own intrinsics: GCC 12 does not know what memory they read, and leaves out stores
+// to it.
 #define TL_TILE(tile) "i"(static_cast<int>(tile))
 template <Tile tile>
 TL_INLINE void tile_zero() {

@@ -81,13 +81,13 @@ class BlockProducts {
  private:
   // What a tile of a panel fetches. How far ahead was found by trial. One row or two wait for memory
   // only: near enough for the machine's own prefetching to follow. Else, on an AMD Zen 4, 8 KiB, by
-  // each tile anew; on an Intel Sapphire Rapids, where lines that are asked for again take the places
+  // each tile anew; on an Intel Xeon with AMX, where lines that are asked for again take the places
   // of others, the tile's share of the next panel: with 16 to 64 rows the former was 5 to 15 % slower
   // there. On the AMD the latter was.
   TL_INLINE Ahead ahead_of(const uint8_t* panel, int64_t tile) const {
     constexpr int64_t kStep = Format::kStepBytes;
     if (num_rows_ <= 2) return {panel + 1024, kStep};
-    if (kStep < 64 || !is_intel()) return {panel + 8192, kStep};
+    if (!is_intel()) return {panel + 8192, kStep};
     const int64_t num_tiles = (num_rows_ + Format::kTileRows - 1) / Format::kTileRows;
     return share_of_next<Format>(panel, x_, tile, num_tiles);
   }
