@@ -50,10 +50,11 @@ class MachineLimits:
         )
 
 
-def measure_limits(num_threads: int) -> MachineLimits:
-    """Times both loops on `num_threads` threads at once. RuntimeError without a C compiler."""
+def measure_limits(num_threads: int, architecture: str = "native") -> MachineLimits:
+    """Times both loops on `num_threads` threads at once, with what `architecture` has (a value of
+    the compiler's -march). RuntimeError without a C compiler."""
     with tempfile.TemporaryDirectory(prefix="tokenline-probe-") as directory:
-        library = _build(Path(directory))
+        library = _load(compile_library(_SOURCE, Path(directory), "-O3", f"-march={architecture}"))
         library.fill_operands()
         words = np.ones((num_threads, _ARRAY_BYTES // 8 // num_threads), np.uint64)
 
@@ -73,28 +74,24 @@ def measure_limits(num_threads: int) -> MachineLimits:
         )
 
 
-def _build(directory: Path) -> ctypes.CDLL:
+def compile_library(source: Path, directory: Path, *flags: str) -> Path:
+    """A shared library in `directory`, of one C file. RuntimeError where that fails."""
     compiler = os.environ.get("CC") or (sysconfig.get_config_var("CC") or "cc").split()[0]
     if shutil.which(compiler) is None:
         compiler = "cc"
-    target = directory / "machine_probe.so"
-    command = [
-        compiler,
-        "-O3",
-        "-march=native",
-        "-shared",
-        "-fPIC",
-        str(_SOURCE),
-        "-o",
-        str(target),
-    ]
+    target = directory / source.with_suffix(".so").name
+    command = [compiler, *flags, "-shared", "-fPIC", str(source), "-o", str(target)]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     except OSError as error:
-        raise RuntimeError(f"the machine's limits need a C compiler: {error}") from error
+        raise RuntimeError(f"{source.name} needs a C compiler: {error}") from error
     except subprocess.CalledProcessError as error:
-        raise RuntimeError(f"{_SOURCE.name} does not compile: {error.stderr}") from error
-    library = ctypes.CDLL(str(target))
+        raise RuntimeError(f"{source.name} does not compile: {error.stderr}") from error
+    return target
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
     library.read_words.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.read_words.restype = ctypes.c_uint64
     library.int8_products.argtypes = [ctypes.c_uint64, ctypes.POINTER(ctypes.c_int32)]

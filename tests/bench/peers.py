@@ -13,7 +13,7 @@ import random
 import shlex
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from rich.console import Console
 from compose.directories import models_directory
 from compose.model_store import DEFAULT_MODEL, ModelStore
 from tests.bench.machine import measure_limits
+from tests.bench.only_avx2 import only_avx2
 from tests.bench.peers_quiet import OthersWatch
 from tests.bench.peers_report import (
     Outcome,
@@ -89,6 +90,12 @@ def add_command(commands: Any) -> None:
         help="for our engine. By default it guesses nothing ahead: on random words a model soon "
         "repeats itself, which guesses would make much of",
     )
+    parser.add_argument(
+        "--only-avx2",
+        action="store_true",
+        help="hides from all of them, ours too, what the CPU has beyond AVX2 (Linux on x86-64). "
+        "llama-server, which is compiled for a CPU, must then be one for AVX2",
+    )
     parser.add_argument("--check", action="store_true", help="exit with 1 where a goal is missed")
     parser.set_defaults(run=run)
 
@@ -101,13 +108,17 @@ def run(arguments: argparse.Namespace) -> None:
         raise SystemExit(f"unknown workloads: {', '.join(sorted(unknown))}")
     contestants = find_contestants(arguments, model)
     names = [contestant.name for contestant in contestants]
-    limits = measure_limits(arguments.threads)
+    architecture = "x86-64-v3" if arguments.only_avx2 else "native"
+    limits = measure_limits(arguments.threads, architecture)
     CONSOLE.print(f"the machine, {limits}")
-    with tempfile.TemporaryDirectory(prefix="tokenline-bench-") as directory:
+    with tempfile.TemporaryDirectory(prefix="tokenline-bench-") as temporary:
+        directory = Path(temporary)
+        environment = only_avx2(directory) if arguments.only_avx2 else {}
         outcomes = [
-            take_turns(known[name], contestants, arguments, Path(directory)) for name in chosen
+            take_turns(known[name], contestants, arguments, directory, environment)
+            for name in chosen
         ]
-    limits = limits.best_of(measure_limits(arguments.threads))
+    limits = limits.best_of(measure_limits(arguments.threads, architecture))
     CONSOLE.print(results_table(outcomes, names))
     for outcome in outcomes:
         if outcome.figure.name == "streams16":
@@ -153,6 +164,7 @@ def take_turns(
     contestants: Sequence[Contestant],
     arguments: argparse.Namespace,
     directory: Path,
+    environment: Mapping[str, str],
 ) -> Outcome:
     """Starts all contestants for one workload and has them take turns until enough rounds count."""
     CONSOLE.print(f"[bold]{workload.figure.title}[/]")
@@ -162,7 +174,7 @@ def take_turns(
         servers = []
         for one in contestants:
             log_path = directory / f"{workload.name}-{len(servers)}.log"
-            servers.append(stack.enter_context(running(one, shape, log_path)))
+            servers.append(stack.enter_context(running(one, shape, log_path, environment)))
         _leave_out_failed(workload, servers)
         most = arguments.rounds + MAX_LOUD_ROUNDS
         while outcome.num_quiet < arguments.rounds and len(outcome.rounds) < most:

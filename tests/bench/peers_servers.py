@@ -5,7 +5,7 @@ import shlex
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,12 +66,15 @@ class Running:
 
 
 @contextmanager
-def running(contestant: Contestant, shape: Shape, log_path: Path) -> Iterator[Running]:
+def running(
+    contestant: Contestant, shape: Shape, log_path: Path, environment: Mapping[str, str]
+) -> Iterator[Running]:
     """Starts a contestant, waits until it answers, and ends it at the end.
 
+    environment: variables that all of its processes have beside this one's.
     RuntimeError, with the end of its log, when it does not come up.
     """
-    with Processes(log_path) as processes:
+    with Processes(log_path, environment) as processes:
         port = contestant.start(processes, shape)
         deadline = time.monotonic() + _READY_SECONDS
         while (model_name := _model_that_answers(port)) is None:

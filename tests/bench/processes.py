@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,9 +17,13 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 class Processes:
-    """Child processes by name. A context manager: leaving it ends them all."""
+    """Child processes by name. A context manager: leaving it ends them all.
 
-    def __init__(self, log_path: Path) -> None:
+    environment: variables that the children have beside this process's.
+    """
+
+    def __init__(self, log_path: Path, environment: Mapping[str, str] | None = None) -> None:
+        self._environment = {"PYTHONUNBUFFERED": "1", **(environment or {})}
         self._log = log_path.open("ab")
         self._log_path = log_path
         self._children: dict[str, subprocess.Popen[bytes]] = {}
@@ -54,7 +58,7 @@ class Processes:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, **self._environment},
         )
 
     def wait_ready(self, gateway_port: int, timeout_seconds: float = 120.0) -> None:
