@@ -8,7 +8,8 @@ from kernels.cpu.build import SOURCES
 from tests.fakes.native_drivers import DRIVERS, compile_driver, run_driver
 from tests.fakes.sanitizers import THREAD, Sanitizer
 
-POOL = [SOURCES / "pool.cpp", SOURCES / "program.cpp", DRIVERS / "pool_driver.cpp"]
+NAMES = ("stage.cpp", "lookahead.cpp", "pool.cpp", "program.cpp")
+POOL = [*(SOURCES / name for name in NAMES), DRIVERS / "pool_driver.cpp"]
 
 
 def test_the_pool_holds_what_it_promises(tmp_path: Path) -> None:

@@ -18,6 +18,11 @@ class PlainStage : public LinearStage<Format> {
         stride_(stride) {}
 
  private:
+  Span weights_of(const Block& block, int piece) const override {
+    if (piece > 0) return {};
+    return this->panels(block.first_unit, block.last_unit - block.first_unit);
+  }
+
   void work(const Block& block, const Products& products, float*) const override {
     for (int64_t index = block.first_unit; index < block.last_unit; index++) {
       float* first = out_ + block.first_row * stride_ + index * kPanelRows;

@@ -16,16 +16,26 @@ class GatedStage : public LinearStage<Format> {
       : Base(count, in, weight, weight.rows / 2 / kGroup, 2 * kGroup / kPanelRows), out_(out) {}
 
  private:
+  static constexpr int64_t kPanelsPerGroup = kGroup / kPanelRows;
+
+  // As many panels of ups, which follow all of the gates.
+  int64_t num_gates() const { return this->weight().rows / 2 / kPanelRows; }
+
   size_t buffer_floats() const override { return kBlockRows * kGroup; }
 
+  Span weights_of(const Block& block, int piece) const override {
+    if (piece > 1) return {};
+    const int64_t first = piece * num_gates() + block.first_unit * kPanelsPerGroup;
+    return this->panels(first, (block.last_unit - block.first_unit) * kPanelsPerGroup);
+  }
+
   void work(const Block& block, const Products& products, float* buffer) const override {
-    const int64_t num_gates = this->weight().rows / 2 / kPanelRows;
     for (int64_t group = block.first_unit; group < block.last_unit; group++) {
-      for (int half = 0; half < kGroup / kPanelRows; half++) {
-        const int64_t index = group * (kGroup / kPanelRows) + half;
+      for (int64_t half = 0; half < kPanelsPerGroup; half++) {
+        const int64_t index = group * kPanelsPerGroup + half;
         float* place = buffer + half * kPanelRows;
         multiply(products, index, place, [](F32x16 gate, F32x16) { return gate; });
-        multiply(products, index + num_gates, place,
+        multiply(products, index + num_gates(), place,
                  [](F32x16 up, F32x16 gate) { return silu(gate) * up; });
       }
       for (int64_t row = 0; row < block.num_rows; row++) {

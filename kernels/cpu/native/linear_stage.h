@@ -64,30 +64,42 @@ class LinearStage : public Stage {
 
   // Blocks of the same weights come one after the other.
   void run(int64_t chunk, const int64_t* counts, Scratch& scratch) const override {
-    const int64_t rows = counts[count_];
-    const int64_t blocks = num_blocks(rows), units = units_per_chunk(rows);
-    Block block;
-    block.first_row = chunk % blocks * kBlockRows;
-    block.num_rows = std::min(kBlockRows, rows - block.first_row);
-    block.first_unit = chunk / blocks * units;
-    block.last_unit = std::min(block.first_unit + units, num_units_);
+    const Block block = block_of(chunk, counts[count_]);
     const size_t products_bytes = Products::memory_bytes(kBlockRows, num_groups(weight_.columns));
     auto* memory = scratch.get<char>(products_bytes + buffer_floats() * sizeof(float));
     work(block, Products(first_rows().from(block.first_row), block.num_rows, memory),
          reinterpret_cast<float*>(memory + products_bytes));
   }
 
+  Span weights(int64_t chunk, int piece, const int64_t* counts) const override {
+    const int64_t rows = std::max<int64_t>(counts[count_], 1);
+    return weights_of(block_of(chunk, rows), piece);
+  }
+
  protected:
   // `buffer` is memory for the block's time.
   virtual void work(const Block& block, const Products& products, float* buffer) const = 0;
   virtual size_t buffer_floats() const { return 0; }
+  // As Stage::weights.
+  virtual Span weights_of(const Block& block, int piece) const = 0;
 
   const uint8_t* panel(int64_t index) const {
     return static_cast<const uint8_t*>(weight_.data) + index * panel_bytes_;
   }
+  Span panels(int64_t first, int64_t count) const { return {panel(first), count * panel_bytes_}; }
   const TlMatrix& weight() const { return weight_; }
 
  private:
+  Block block_of(int64_t chunk, int64_t rows) const {
+    const int64_t blocks = num_blocks(rows), units = units_per_chunk(rows);
+    Block block;
+    block.first_row = chunk % blocks * kBlockRows;
+    block.num_rows = std::min(kBlockRows, rows - block.first_row);
+    block.first_unit = chunk / blocks * units;
+    block.last_unit = std::min(block.first_unit + units, num_units_);
+    return block;
+  }
+
   static int64_t num_blocks(int64_t rows) { return (rows + kBlockRows - 1) / kBlockRows; }
 
   int64_t units_per_chunk(int64_t rows) const {

@@ -60,20 +60,6 @@ class SignalsBlocked {
 
 }  // namespace
 
-Scratch::~Scratch() { std::free(memory_); }
-
-void* Scratch::bytes(size_t size) {
-  if (size > size_) {
-    std::free(memory_);
-    size_ = 0;
-    const size_t whole_pages = (size + 4095) & ~size_t{4095};
-    memory_ = std::aligned_alloc(64, whole_pages);
-    if (!memory_) throw std::bad_alloc();
-    size_ = whole_pages;
-  }
-  return memory_;
-}
-
 Job::Job(std::shared_ptr<const void> owner, const Stage* const* stages, int num_stages)
     : owner_(std::move(owner)),
       stages_(stages),
@@ -93,8 +79,9 @@ void Job::reset(const int64_t* counts, int num_counts, int num_threads) {
 
 void Job::lead(Scratch& scratch, double* seconds) noexcept {
   double before = seconds ? now() : 0;
+  Lookahead lookahead = lookahead_of(0);
   for (int stage = 0; stage < num_stages_; stage++) {
-    work(stage, 0, scratch);
+    work(stage, 0, scratch, lookahead);
     current_stage_.store(stage + 1, std::memory_order_release);
     if (seconds) {
       const double after = now();
@@ -105,9 +92,10 @@ void Job::lead(Scratch& scratch, double* seconds) noexcept {
 }
 
 void Job::help(int thread, Scratch& scratch) noexcept {
+  Lookahead lookahead = lookahead_of(thread);
   int stage = current_stage_.load(std::memory_order_acquire);
   while (stage < num_stages_) {
-    work(stage, thread, scratch);
+    work(stage, thread, scratch, lookahead);
     // The caller may be far ahead by now, or, where it has lost its core, behind.
     const int current = current_stage_.load(std::memory_order_acquire);
     stage = current > stage ? current : stage + 1;
@@ -125,17 +113,23 @@ int64_t Job::count_chunks(int stage) {
   return count;
 }
 
-void Job::work(int stage, int thread, Scratch& scratch) {
+void Job::work(int stage, int thread, Scratch& scratch, Lookahead& lookahead) {
   count_chunks(stage);
   for (int i = 0; i < num_shares_; i++) work_on_share(stage, (thread + i) % num_shares_, scratch);
   const auto over = [&] { return is_over(stage); };
-  if (!spin(kSecondsOfChunk, over)) wait_for_core(over);
+  const auto over_or_fetch = [&] {
+    if (over()) return true;
+    lookahead.fetch_some(stage);
+    return false;
+  };
+  if (!spin(kSecondsOfChunk, over_or_fetch)) wait_for_core(over);
 }
 
 void Job::work_on_share(int stage, int share, Scratch& scratch) {
-  const auto num_chunks = static_cast<uint64_t>(count_chunks(stage));
-  const uint64_t first = first_chunk(share, num_chunks);
-  const uint64_t size = first_chunk(share + 1, num_chunks) - first;
+  const int64_t num_chunks = count_chunks(stage);
+  const auto first = static_cast<uint64_t>(first_chunk(share, num_shares_, num_chunks));
+  const auto end = static_cast<uint64_t>(first_chunk(share + 1, num_shares_, num_chunks));
+  const uint64_t size = end - first;
   std::atomic<uint64_t>& progress = progress_[stage].claimed_and_done[share];
   if (progress.load(std::memory_order_acquire) / kClaimed >= size) return;
   uint64_t before = progress.fetch_add(kClaimed, std::memory_order_acq_rel);

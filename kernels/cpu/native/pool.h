@@ -8,14 +8,14 @@
 // The chunks of a stage lie in as many shares as there are threads, up to four. A thread begins with
 // a share of its own, and goes on to the others': so what it reads is mostly in one piece, and what
 // its core fetches ahead is for itself. With one row of chunks for all, each thread fetched the
-// beginning of what the other one read: two took a fifth longer for a step of one row or of 16.
+// beginning of what the other one read: two took a fifth longer for a step of one row or of 16. And so
+// a thread that waits for the end of a stage knows what to fetch for the next (lookahead.h).
 #pragma once
 
 #include <sys/types.h>
 
 #include <atomic>
 #include <condition_variable>
-#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -24,44 +24,10 @@
 #include <utility>
 #include <vector>
 
+#include "lookahead.h"
+#include "stage.h"
+
 namespace tokenline {
-
-// Memory of one thread for the length of a chunk; what it holds afterwards is void.
-class Scratch {
- public:
-  Scratch() = default;
-  ~Scratch();
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-
-  // At least `count` values, aligned to 64 bytes. Takes back what the last call gave. Throws
-  // std::bad_alloc.
-  template <class T>
-  T* get(size_t count) {
-    return static_cast<T*>(bytes(count * sizeof(T)));
-  }
-
- private:
-  void* bytes(size_t size);
-
-  void* memory_ = nullptr;
-  size_t size_ = 0;
-};
-
-// One stage of a job. Both functions run on several threads at once. `run` may throw: the job has
-// then failed, and no more of it is run. `num_chunks` may not.
-class Stage {
- public:
-  virtual ~Stage() = default;
-
-  // The number of chunks, below 2³¹, given the job's counts. Called when all earlier stages are
-  // over; but a thread that has lost its core for a while may also call it after the job, for no
-  // use, while a later job runs the same stage: so it may read constants, counts and atomics only.
-  virtual int64_t num_chunks(const int64_t* counts) const = 0;
-
-  // Chunks of a stage write to different places and do not read what others of it write.
-  virtual void run(int64_t chunk, const int64_t* counts, Scratch& scratch) const = 0;
-};
 
 // Stages to run once. Shared by its caller and the helpers that have joined.
 class Job {
@@ -106,13 +72,12 @@ class Job {
 
   int64_t count_chunks(int stage);
   // Works on a stage as long as it has chunks, then waits for the claimed ones.
-  void work(int stage, int thread, Scratch& scratch);
+  void work(int stage, int thread, Scratch& scratch, Lookahead& lookahead);
   // Works on what is left of a share.
   void work_on_share(int stage, int share, Scratch& scratch);
   bool is_over(int stage) const;
-  // The first chunk of a share, given those of all; the shares are as even as can be.
-  uint64_t first_chunk(int share, uint64_t num_chunks) const {
-    return num_chunks * static_cast<uint64_t>(share) / static_cast<uint64_t>(num_shares_);
+  Lookahead lookahead_of(int thread) const {
+    return {stages_, num_stages_, counts_, thread, num_shares_};
   }
   void run_chunk(int stage, uint64_t chunk, Scratch& scratch) noexcept;
 
