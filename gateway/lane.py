@@ -20,7 +20,7 @@ from protos.wire.logs import request_metadata
 from protos.wire.multiplex_client import StreamClient
 from protos.wire.stream_adapter import detok_adapter
 
-# For health and status together.
+# For health and status each, which are asked for at once.
 _POLL_TIMEOUT_SECONDS: Final = 2.0
 # Between two polls. With the timeout, a replica that hangs is known within 2.5 s.
 _READY_PAUSE_SECONDS: Final = 0.5
@@ -107,13 +107,13 @@ class Lane(ABC, Generic[StatusT]):
         """Asks for health and status once, and updates `status`, `problem` and `suspect`."""
         self._poll_soon.clear()
         num_doubts = self._num_doubts
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + _POLL_TIMEOUT_SECONDS
+        request = health_pb2.HealthCheckRequest()
         try:
-            answer = await self._health.Check(
-                health_pb2.HealthCheckRequest(), timeout=_POLL_TIMEOUT_SECONDS
+            # Both on their way at once: who sleeps is woken once for them.
+            answer, self.status = await asyncio.gather(
+                self._health.Check(request, timeout=_POLL_TIMEOUT_SECONDS),
+                self._get_status(_POLL_TIMEOUT_SECONDS),
             )
-            self.status = await self._get_status(deadline - loop.time())
         except grpc.aio.AioRpcError as error:
             self.problem = f"cannot be reached ({error.code().name})"
         else:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Any, Final, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from gateway.lane import AnyLane
 from protos.wire.discovery import AddressSet
@@ -13,8 +13,6 @@ from protos.wire.discovery import AddressSet
 logger = logging.getLogger(__name__)
 
 LaneT = TypeVar("LaneT", bound=AnyLane)
-
-_FOLLOW_SECONDS: Final = 0.25
 
 
 class LaneSet(Generic[LaneT]):
@@ -63,7 +61,8 @@ class LaneSet(Generic[LaneT]):
 
     async def _follow_addresses(self) -> None:
         while True:
-            await asyncio.sleep(_FOLLOW_SECONDS)
+            await self._addresses.changed.wait()
+            self._addresses.changed.clear()
             self._open_new()
             for address in self.lanes.keys() - self._addresses.addresses:
                 logger.info("%s is gone", self.lanes.pop(address).name)

@@ -46,6 +46,7 @@ class RunWriter:
         self._suspected_at = 0.0
         # By incarnation, oldest first.
         self._kept: dict[str, KeptRun] = {}
+        self._has_begun = asyncio.Event()
 
     def find(self, incarnation: str) -> KeptRun | None:
         return self._kept.get(incarnation)
@@ -56,7 +57,7 @@ class RunWriter:
     def hold(self, call: StoredCall) -> None:
         """Keeps the claim of a run that is about to begin here, or to go on."""
         before = self._kept.get(call.incarnation)
-        self._kept[call.incarnation] = KeptRun(call, self._keys, self._ttl_seconds)
+        self._keep(KeptRun(call, self._keys, self._ttl_seconds))
         if before is not None:
             before.fence()
 
@@ -69,7 +70,7 @@ class RunWriter:
         if before is not None and before.source is None:
             before.source = source
         else:
-            self._kept[source.incarnation] = KeptRun(call, self._keys, self._ttl_seconds, source)
+            self._keep(KeptRun(call, self._keys, self._ttl_seconds, source))
             if before is not None and before.source is not source:
                 before.fence()
         self._drop_some()
@@ -105,6 +106,9 @@ class RunWriter:
                 await asyncio.sleep(_BACKOFF_SECONDS)
                 continue
             self._state.note_there("runs")
+            if not self._kept:
+                self._has_begun.clear()
+                await self._has_begun.wait()
             await asyncio.sleep(0 if more else _INTERVAL_SECONDS)
 
     async def flush(self) -> None:
@@ -147,6 +151,10 @@ class RunWriter:
     def num_unwritten(self) -> int:
         """Runs that have ended or were handed over, but not in Redis yet."""
         return sum(kept.ending for kept in self._kept.values())
+
+    def _keep(self, kept: KeptRun) -> None:
+        self._kept[kept.call.incarnation] = kept
+        self._has_begun.set()
 
     def _drop_some(self) -> None:
         ended = [kept for kept in self._kept.values() if kept.ending]

@@ -30,10 +30,30 @@ logger = logging.getLogger(__name__)
 # How long requests that were cancelled by the drain have to say so to their clients.
 _CANCEL_GRACE_SECONDS: Final = 2.0
 _CLOSE_SECONDS: Final = 3
+# How exact the date in responses is.
+_DATE_SECONDS: Final = 1.0
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with the process's signals left to us."""
+    """uvicorn, with the process's signals left to us, and asleep while there is nothing to do.
+
+    Its own loop looks ten times a second whether `should_exit` is set: `stop` says so at once.
+    """
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        self.should_exit = True
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        # A tick whose number is 0 writes the date that responses carry.
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_DATE_SECONDS):
+                    await self._stopping.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -67,7 +87,7 @@ async def serve_until(
                 await _until_stopped(stop, serving)
                 await drain(gateway, settings.drain_seconds)
             finally:
-                server.should_exit = True
+                server.stop()
                 await serving
 
 

@@ -1,5 +1,7 @@
 """Runs and their logs in Redis: kept, read from elsewhere, of bounded life and size."""
 
+import asyncio
+
 import pytest
 from redis.asyncio import Redis
 
@@ -151,6 +153,30 @@ def test_ended_runs_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     assert writer.find("live")
     assert not writer.find("6")
     assert writer.find("7")
+
+
+async def test_a_writer_of_nothing_sleeps_until_a_run_begins(
+    one: LedgerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = one.ledger._runs
+    num_rounds = 0
+    write = writer.write
+
+    async def counted() -> bool:
+        nonlocal num_rounds
+        num_rounds += 1
+        return await write()
+
+    monkeypatch.setattr(writer, "write", counted)
+    monkeypatch.setattr(run_writer, "_INTERVAL_SECONDS", 0.01)
+    await asyncio.sleep(0.5)
+    num_idle = num_rounds
+    await asyncio.sleep(0.5)
+    assert num_rounds == num_idle
+    run = await begin_run(one, b"a")
+    run.ended = True
+    await eventually(lambda: found_run(one.ledger), lambda stored: stored.ended)
+    assert num_rounds > num_idle
 
 
 async def test_no_key_is_without_a_time_to_live(

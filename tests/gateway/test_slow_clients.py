@@ -84,7 +84,7 @@ async def serving(limits: ConnectionLimits) -> AsyncIterator[Application]:
     try:
         yield application
     finally:
-        server.should_exit = True
+        server.stop()
         await task
 
 
@@ -264,7 +264,7 @@ def test_the_end_of_an_answer_that_nobody_takes_is_given_up(
                 await until(lambda: len(server.server_state.connections) == 1)
                 await until(lambda: not server.server_state.connections)
                 writer.close()
-            server.should_exit = True
+            server.stop()
             await serve
 
     with asyncio.Runner(loop_factory=new_loop) as runner:

@@ -33,3 +33,26 @@ async def test_replicas_come_and_go_and_a_failed_lookup_changes_nothing(
         seen.append(found.addresses)
     one, two = "10.0.0.1:50051", "10.0.0.2:50051"
     assert seen == [{one}, {one, two}, {one, two}, {two}]
+
+
+async def test_only_what_may_change_is_resolved_again_and_changes_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    hosts = ["10.0.0.1"]
+
+    async def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
+        asked.append(host)
+        found = hosts if host == "engine" else [host]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in found]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    async with AddressSet(["127.0.0.1:7", "engine:8"], refresh_seconds=0.01) as found:
+        found.changed.clear()
+        while asked.count("engine") < 3:
+            await asyncio.sleep(0.01)
+        assert not found.changed.is_set()
+        hosts.append("10.0.0.2")
+        await asyncio.wait_for(found.changed.wait(), 10)
+        assert found.addresses == {"127.0.0.1:7", "10.0.0.1:8", "10.0.0.2:8"}
+    assert asked.count("127.0.0.1") == 1
