@@ -23,6 +23,7 @@ from protos.wire.errors import (
     TokenlineError,
     to_proto,
 )
+from protos.wire.sampling_range import LARGEST, SMALLEST_DIVISOR
 
 _REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -32,10 +33,6 @@ _REASONS = {
     FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
 }
 _MAX_LOGIT_BIAS: Final = 100.0
-# Devices compute in float32. Where temperatures and penalties are within these, what they make of
-# logits is finite there; beyond, it may not be, or they themselves are infinite, or 0.
-_LARGEST: Final = 1e30
-_SMALLEST_DIVISOR: Final = 1e-30
 # A GPU's kernels are compiled ahead for no more of them, and beyond 16,384 cannot be at all.
 MAX_TOP_LOGPROBS: Final = 32
 
@@ -66,14 +63,14 @@ def _sampling_from_proto(
     sampling: common_pb2.SamplingParameters, vocab_size: int
 ) -> SamplingParameters:
     _check(sampling.max_tokens >= 1, "max_tokens", "must be at least 1")
-    _check_number("temperature", sampling.temperature, low=0.0, high=_LARGEST)
+    _check_number("temperature", sampling.temperature, low=0.0, high=LARGEST)
     _check_number("top_p", sampling.top_p, low=0.0, high=1.0, low_is_allowed=False)
     _check_number("min_p", sampling.min_p, low=0.0, high=1.0)
     _check_number(
-        "repetition_penalty", sampling.repetition_penalty, low=_SMALLEST_DIVISOR, high=_LARGEST
+        "repetition_penalty", sampling.repetition_penalty, low=SMALLEST_DIVISOR, high=LARGEST
     )
     for name in ("presence_penalty", "frequency_penalty"):
-        _check_number(name, getattr(sampling, name), low=-_LARGEST, high=_LARGEST)
+        _check_number(name, getattr(sampling, name), low=-LARGEST, high=LARGEST)
     most = min(MAX_TOP_LOGPROBS, vocab_size)
     for name in ("top_logprobs", "top_prompt_logprobs"):
         _check(getattr(sampling, name) <= most, name, f"must be at most {most}")

@@ -1,18 +1,18 @@
 """What a model's files ask for where a request leaves sampling unsaid."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, Final
 
 from protos.wire.errors import StartupError
+from protos.wire.sampling_range import LARGEST, SMALLEST_DIVISOR
 
 # The fields of protos.tokenizer.v1.GenerationDefaults with the range each must be in.
 _RANGES: Final = {
-    "temperature": (0.0, math.inf),
+    "temperature": (0.0, LARGEST),
     "top_p": (0.0, 1.0),
     "top_k": (-1, 1 << 31),
     "min_p": (0.0, 1.0),
-    "repetition_penalty": (math.ulp(0.0), math.inf),
+    "repetition_penalty": (SMALLEST_DIVISOR, LARGEST),
     "max_new_tokens": (1, (1 << 32) - 1),
 }
 _WHOLE: Final = frozenset({"top_k", "max_new_tokens"})

@@ -38,10 +38,13 @@ def test_known_fields_are_taken_and_others_left() -> None:
         ("temperature", "hot"),
         ("temperature", -0.1),
         ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", 1e39),
         ("top_p", 1.1),
         ("top_k", 1.5),
         ("top_k", True),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-40),
         ("max_new_tokens", 0),
     ],
 )
