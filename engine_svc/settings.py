@@ -94,7 +94,7 @@ class Settings:
         "auto",
         "The compiled kernels for an instruction set, or torch's own; auto for the best there is. "
         "triton rehearses a GPU, slowly, with TRITON_INTERPRET=1.",
-        choices=("auto", "torch", "portable", "avx2", "avx512", "amx", "neon", "triton"),
+        choices=("auto", "torch", "portable", "avx2", "avxvnni", "avx512", "amx", "neon", "triton"),
     )
     batch_invariant: bool = setting(
         False,

@@ -5,7 +5,17 @@ from dataclasses import dataclass
 WEIGHTS = ("auto", "int8", "fp8", "bfloat16", "float32")
 ACTIVATIONS = ("auto", "int8", "int16")
 KV_TYPES = ("auto", "bfloat16", "float16", "float32", "fp8", "int8")
-IMPLEMENTATIONS = ("auto", "torch", "portable", "avx2", "avx512", "amx", "neon", "triton")
+IMPLEMENTATIONS = (
+    "auto",
+    "torch",
+    "portable",
+    "avx2",
+    "avxvnni",
+    "avx512",
+    "amx",
+    "neon",
+    "triton",
+)
 
 
 @dataclass(frozen=True, slots=True)

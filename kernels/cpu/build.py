@@ -46,6 +46,10 @@ class InstructionSet:
 
 
 _PORTABLE = InstructionSet(("-DTL_PORTABLE",))
+_AVX2 = InstructionSet(
+    ("-DTL_AVX2", "-mavx2", "-mfma", "-mf16c", "-mbmi2"),
+    ("__AVX2__", "__FMA__", "__F16C__", "__BMI2__"),
+)
 _AVX512 = InstructionSet(
     (
         *("-DTL_AVX512", "-mavx2", "-mfma", "-mf16c", "-mbmi2"),
@@ -55,9 +59,10 @@ _AVX512 = InstructionSet(
 )
 _X86_64 = {
     "portable": _PORTABLE,
-    "avx2": InstructionSet(
-        ("-DTL_AVX2", "-mavx2", "-mfma", "-mf16c", "-mbmi2"),
-        ("__AVX2__", "__FMA__", "__F16C__", "__BMI2__"),
+    "avx2": _AVX2,
+    "avxvnni": InstructionSet(
+        (*_AVX2.flags, "-DTL_AVXVNNI", "-mavxvnni"),
+        (*_AVX2.macros, "__AVXVNNI__"),
     ),
     "avx512": _AVX512,
     "amx": InstructionSet(

@@ -95,7 +95,7 @@ _COUNTS = POINTER(c_int64)
 _SIGNATURES = {
     "tl_interface": (c_char_p, []),
     "tl_instruction_set": (c_char_p, []),
-    "tl_best_instruction_set": (c_char_p, []),
+    "tl_runs_here": (c_int32, [c_char_p]),
     "tl_pool_new": (_HANDLE, [c_int32]),
     "tl_pool_delete": (None, [_POOL]),
     "tl_pool_num_threads": (c_int32, [_POOL]),
@@ -192,16 +192,11 @@ def available() -> list[str]:
     return [name for name in instruction_sets() if library_path(name).exists()]
 
 
-def best() -> str | None:
-    """The best build that this machine can run, or None."""
+def runnable() -> list[str]:
+    """Of the available ones those that this machine can run, the best last. OSError as `load`."""
     built = available()
-    if not built:
-        return None
     # Any of them can be loaded and asked that, on any machine.
-    wanted = load(built[0]).tl_best_instruction_set().decode()
-    names = list(instruction_sets())
-    usable = names[: names.index(wanted) + 1]
-    return next((name for name in reversed(built) if name in usable), None)
+    return [name for name in built if load(built[0]).tl_runs_here(name.encode())]
 
 
 @cache

@@ -18,24 +18,22 @@ def select_cpu_kernels(config: KernelConfig) -> Kernels:
     if config.implementation == "torch":
         return _torch_kernels(config)
     try:
-        best = library.best()
-        reason = "" if best else "the native library is not built"
+        runnable = library.runnable()
+        reason = "" if runnable else "the native library is not built"
     except OSError as error:
-        best, reason = None, str(error)
+        runnable, reason = [], str(error)
     if config.implementation == "auto":
-        if best is not None:
-            return _native_kernels(config, best)
+        if runnable:
+            return _native_kernels(config, runnable[-1])
         kernels = _torch_kernels(config)
         kernels.description += f", several times slower than native ones: {reason}"
         return kernels
-    if best is None:
+    if not runnable:
         raise ValueError(f"there are no {config.implementation} kernels: {reason}")
-    built = library.available()
-    usable = built[: built.index(best) + 1]
-    if config.implementation not in usable:
+    if config.implementation not in runnable:
         raise ValueError(
             f"there are no {config.implementation} kernels for this machine, "
-            f"only {', '.join(usable)}"
+            f"only {', '.join(runnable)}"
         )
     return _native_kernels(config, config.implementation)
 

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kernels.cpu import build, library
+from kernels.cpu.library import runnable
 from tests.bench.kernels import aligned_bytes, best_rate, load_limits, read_rate
-from tests.fakes.native_ops import runnable_instruction_sets
 
 KINDS = {"float16": 0, "float32": 1, "int8": 2}
 BLOCK_SIZE = 16
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
     shapes = [
         Shape(*map(int, text.replace("x", "/").split("/"))) for text in arguments.shapes.split(",")
     ]
-    for name in arguments.builds.split(",") if arguments.builds else runnable_instruction_sets():
+    for name in arguments.builds.split(",") if arguments.builds else runnable():
         bench = Bench(name, arguments.threads, arguments.seconds)
         table = Table(
             "workload", "heads", "KV", "µs a layer", "GB/s", "of limit", "GFLOP/s", "of limit"

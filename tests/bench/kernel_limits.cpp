@@ -52,7 +52,6 @@ constexpr int kRows = 4;
 
 TL_INLINE Bytes unpack_low(Bytes both) { return _mm256_and_si256(both, _mm256_set1_epi8(15)); }
 TL_INLINE Bytes shift(Bytes both) { return _mm256_srli_epi16(both, 4); }
-TL_INLINE Bytes offset(Bytes w) { return _mm256_abs_epi8(w); }
 TL_INLINE Floats times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 TL_INLINE Floats add_product(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 TL_INLINE Floats to_floats(Bytes sums) { return _mm256_cvtepi32_ps(sums); }
@@ -60,6 +59,20 @@ TL_INLINE Floats to_floats(Bytes sums) { return _mm256_cvtepi32_ps(sums); }
 TL_INLINE Bytes join(Bytes a, Bytes b) {
   return _mm256_add_epi32(_mm256_sub_epi32(_mm256_slli_epi32(a, 8), a), b);
 }
+
+#if defined(TL_AVXVNNI)
+
+TL_INLINE Bytes offset(Bytes w) { return _mm256_xor_si256(w, _mm256_set1_epi8(-128)); }
+
+struct Sums {
+  Bytes v = _mm256_setzero_si256();
+  TL_INLINE void add(Bytes w, Bytes x, Mix) { v = _mm256_dpbusd_avx_epi32(v, w, x); }
+  TL_INLINE Bytes whole(Mix) const { return v; }
+};
+
+#else
+
+TL_INLINE Bytes offset(Bytes w) { return _mm256_abs_epi8(w); }
 
 // Pairs in 16 bits for 4-bit weights, fours in 32 bits for int8.
 struct Sums {
@@ -76,6 +89,8 @@ struct Sums {
     return mix == kQ8 ? v : _mm256_madd_epi16(v, _mm256_set1_epi16(1));
   }
 };
+
+#endif  // TL_AVXVNNI
 
 #else
 #define TL_NO_LIMIT

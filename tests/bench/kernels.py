@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kernels.cpu import build, library
+from kernels.cpu.library import runnable
 from kernels.cpu.native_backend import NUM_HALVES
-from tests.fakes.native_ops import runnable_instruction_sets
 
 # As api.h has them.
 FORMATS = {"q4": 0, "q4-wide": 1, "q8": 2, "f16": 3, "bf16": 4, "f32": 5}
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
         (int(rows), int(columns))
         for rows, columns in (text.split("x") for text in arguments.shapes.split(",") if text)
     ] or list(SHAPES)
-    for name in arguments.builds.split(",") if arguments.builds else runnable_instruction_sets():
+    for name in arguments.builds.split(",") if arguments.builds else runnable():
         halves = NUM_HALVES[arguments.activations]
         with Bench(name, halves, arguments.threads, arguments.seconds) as bench:
             table = Table(*COLUMNS)

@@ -20,7 +20,8 @@ from engine_svc.compute.sampler import Sampler
 from engine_svc.compute.sampling_rows import SamplingRows
 from engine_svc.planning.step import SamplingParameters
 from kernels.cpu.backend import CpuKernels
-from tests.fakes.native_ops import open_sampling, runnable_instruction_sets
+from kernels.cpu.library import runnable
+from tests.fakes.native_ops import open_sampling
 
 CONSOLE = Console()
 OPTIONS = {
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     with torch.inference_mode(), ExitStack() as stack:
         samplers = {"torch": Sampler(CpuKernels())}
-        for name in runnable_instruction_sets():
+        for name in runnable():
             kernels = stack.enter_context(open_sampling(name, arguments.threads))
             samplers[name] = Sampler(kernels)
         for vocab_size in arguments.vocab_size:

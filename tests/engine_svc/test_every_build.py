@@ -10,13 +10,13 @@ import pytest
 from engine_svc.compute.executor import Executor, ExecutorConfig
 from engine_svc.planning.limits import SchedulerConfig
 from engine_svc.planning.step import SamplingParameters
-from tests.fakes.native_ops import runnable_instruction_sets
+from kernels.cpu.library import runnable
 from tests.fakes.scheduler_driver import Received, SchedulerDriver
 from tests.fakes.tiny_models import VOCAB_SIZE, write_tiny_qwen3
 
 MAX_TOKENS = 16
 NUM_REQUESTS = 50
-BUILDS = runnable_instruction_sets()
+BUILDS = runnable()
 # Weights, and type of KV.
 TYPES = [("auto", "auto"), ("int8", "int8"), ("bfloat16", "float16"), ("float32", "float32")]
 

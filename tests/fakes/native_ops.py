@@ -8,18 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import Matrix, Rows, available, best, load
+from kernels.cpu.library import Matrix, Rows, load
 from kernels.cpu.native_sampling import NativeSampling
 
 _GROUP = 32
 # With two halves, quantised values are 255 · high + low.
 _HALF_BASE = 255
-
-
-def runnable_instruction_sets() -> list[str]:
-    """The builds that this machine can run, the portable one first."""
-    names, last = available(), best()
-    return names[: names.index(last) + 1] if last else []
 
 
 @contextmanager

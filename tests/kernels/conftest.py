@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from kernels.cpu.library import runnable
 from tests.fakes.native_linear import Native, open_native
-from tests.fakes.native_ops import runnable_instruction_sets
 
-BUILDS = runnable_instruction_sets()
+BUILDS = runnable()
 
 
 @pytest.fixture(scope="module")

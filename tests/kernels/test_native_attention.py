@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.cpu.library import runnable
 from tests.fakes.native_attention import (
     EPS,
     F16,
@@ -30,10 +31,9 @@ from tests.fakes.native_ops import (
     QuantisedRows,
     aligned,
     plain_rows,
-    runnable_instruction_sets,
 )
 
-BUILDS = runnable_instruction_sets()
+BUILDS = runnable()
 # A few sums and exponentials of float32.
 TOLERANCE = 1e-5
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import KernelConfig, Kernels, select_kernels
+from kernels.cpu.library import runnable
 from kernels.cpu.native_fusion import fuse, lifetimes, settle_forms
 from kernels.cpu.native_ops import (
     GatedLinear,
@@ -18,7 +19,6 @@ from kernels.cpu.native_ops import (
 )
 from kernels.cpu.native_program import NativeProgram, Recorder
 from kernels.reference import ReferenceKernels
-from tests.fakes.native_ops import runnable_instruction_sets
 
 EPS = 1e-5
 BLOCK_SIZE = 16
@@ -26,7 +26,7 @@ HIDDEN, INTERMEDIATE = 96, 160
 HEADS, KV_HEADS, DIM = 4, 2, 16
 MAX_TOKENS = 40
 
-pytestmark = pytest.mark.skipif(not runnable_instruction_sets(), reason="there is no library")
+pytestmark = pytest.mark.skipif(not runnable(), reason="there is no library")
 
 
 def native(
@@ -35,7 +35,7 @@ def native(
     kv: str = "auto",
     num_threads: int = 2,
 ) -> Kernels:
-    build = runnable_instruction_sets()[-1]
+    build = runnable()[-1]
     config = KernelConfig(
         weights=weights,
         activations=activations,

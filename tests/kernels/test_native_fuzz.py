@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kernels.cpu.build import build, library_path
+from kernels.cpu.library import runnable
 from tests.fakes.native_drivers import DRIVERS, compile_driver, compile_objects, run_driver
-from tests.fakes.native_ops import runnable_instruction_sets
 
 FUZZER = sorted(DRIVERS.glob("fuzz*.cpp"))
 ROUNDS = 20
@@ -25,7 +25,7 @@ def differences(first: Sequence[str], second: Sequence[str]) -> list[str]:
 
 def test_all_builds_give_the_same_bits(tmp_path: Path) -> None:
     """Within each run, rows have the same bits alone, among others and on any threads."""
-    names = runnable_instruction_sets()
+    names = runnable()
     if len(names) < 2:
         pytest.skip(f"there is no second build to compare with: {names}")
     results = {}
@@ -38,13 +38,13 @@ def test_all_builds_give_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_neon_gives_the_same_bits(tmp_path: Path) -> None:
-    if platform.machine() != "x86_64" or not runnable_instruction_sets():
+    if platform.machine() != "x86_64" or not runnable():
         pytest.skip("compares with a build for x86-64")
     if not (shutil.which(CROSS_COMPILER) and shutil.which(EMULATOR)):
         pytest.skip(f"needs {CROSS_COMPILER} and {EMULATOR}")
     (library,) = build(tmp_path, ["neon"], ["-O1"], [CROSS_COMPILER], "aarch64")
     neon = compile_driver(tmp_path / "neon", [*FUZZER, library], compiler=[CROSS_COMPILER])
-    best = runnable_instruction_sets()[-1]
+    best = runnable()[-1]
     native = compile_driver(tmp_path / best, [*FUZZER, library_path(best)])
     emulator = [EMULATOR, "-L", "/usr/aarch64-linux-gnu"]
     rounds = ROUNDS // 5

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kernels.cpu.build import library_path
-from kernels.cpu.library import best, load
+from kernels.cpu.library import load, runnable
 from tests.fakes.native_drivers import DRIVERS, compile_driver, run_driver
-from tests.fakes.native_ops import open_sampling, runnable_instruction_sets
+from tests.fakes.native_ops import open_sampling
 
 # More floats than there are addresses.
 ABSURD = 1 << 56
@@ -16,10 +16,9 @@ ABSURD = 1 << 56
 
 @pytest.fixture
 def name() -> str:
-    name = best()
-    if name is None:
+    if not runnable():
         pytest.skip("there is no native library")
-    return name
+    return runnable()[-1]
 
 
 def test_each_allocation_of_the_library_may_fail(tmp_path: Path, name: str) -> None:
@@ -29,7 +28,7 @@ def test_each_allocation_of_the_library_may_fail(tmp_path: Path, name: str) -> N
     run_driver(driver, 1)
 
 
-@pytest.mark.parametrize("name", runnable_instruction_sets())
+@pytest.mark.parametrize("name", runnable())
 def test_no_memory_to_sample_is_a_memory_error_and_the_next_call_is_as_ever(name: str) -> None:
     library = load(name)
     with open_sampling(name, 2) as sampling:

@@ -10,17 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import Rows
+from kernels.cpu.library import Rows, runnable
 from kernels.reference import ReferenceKernels
 from tests.fakes.native_ops import (
     NativeOps,
     QuantisedRows,
     matrix,
     plain_rows,
-    runnable_instruction_sets,
 )
 
-BUILDS = runnable_instruction_sets()
+BUILDS = runnable()
 WIDTHS = [1, 15, 16, 31, 32, 33, 64, 100, 576]
 NUM_ROWS = [1, 5, 150]
 EPS = 1e-5

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.backend import CpuKernels
+from kernels.cpu.library import runnable
 from kernels.cpu.native_sampling import NativeSampling
 from kernels.noise import gumbel_noise
 from kernels.reference import ReferenceKernels
-from tests.fakes.native_ops import open_sampling, runnable_instruction_sets
+from tests.fakes.native_ops import open_sampling
 
-BUILDS = runnable_instruction_sets()
+BUILDS = runnable()
 # temperature, min_p, top_k, top_p
 FILTERS = {
     "none": (1.0, 0.0, 0, 1.0),

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kernels.cpu.build import build
+from kernels.cpu.library import runnable
 from tests.fakes.native_drivers import DRIVERS, compile_driver, run_driver
-from tests.fakes.native_ops import runnable_instruction_sets
 from tests.fakes.sanitizers import ADDRESS, THREAD, Sanitizer
 
 FUZZER = sorted(DRIVERS.glob("fuzz*.cpp"))
@@ -21,7 +21,7 @@ FUZZER = sorted(DRIVERS.glob("fuzz*.cpp"))
 @pytest.mark.parametrize("sanitizer", [ADDRESS, THREAD], ids=str)
 def test_the_kernels_are_clean(tmp_path: Path, sanitizer: Sanitizer) -> None:
     sanitizer.skip_where_it_does_not_run(tmp_path)
-    seen = [name for name in runnable_instruction_sets() if name != "amx"]
+    seen = [name for name in runnable() if name != "amx"]
     best = seen[-1:] or ["portable"]
     (library,) = build(tmp_path, best, ["-O1", *sanitizer.flags])
     program = compile_driver(tmp_path / "fuzz", [*FUZZER, library], sanitizer.flags)

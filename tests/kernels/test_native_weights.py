@@ -10,25 +10,24 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from kernels import StoredKind, StoredMatrix
-from kernels.cpu.library import load
+from kernels.cpu.library import load, runnable
 from kernels.cpu.native_weights import POLICIES, WeightPacker
 from kernels.cpu.packed_weight import Format, PackedWeight
-from tests.fakes.native_ops import runnable_instruction_sets
 from tests.fakes.tiny_gguf import quantise
 
-pytestmark = pytest.mark.skipif(not runnable_instruction_sets(), reason="there is no library")
+pytestmark = pytest.mark.skipif(not runnable(), reason="there is no library")
 KIND = {kind: GGMLQuantizationType[kind.name] for kind in StoredKind}
 FLOATS = {StoredKind.F32, StoredKind.F16, StoredKind.BF16}
 
 
-@pytest.fixture(params=runnable_instruction_sets())
+@pytest.fixture(params=runnable())
 def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     return load(request.param)
 
 
 @pytest.fixture
 def best() -> ctypes.CDLL:
-    return load(runnable_instruction_sets()[-1])
+    return load(runnable()[-1])
 
 
 def stored(kind: StoredKind, rows: int, columns: int = 512, seed: int = 0) -> StoredMatrix:
@@ -157,7 +156,7 @@ def test_threads_do_not_show(best: ctypes.CDLL) -> None:
 
 def test_what_is_written_by_one_instruction_set_is_read_by_all() -> None:
     for policy in POLICIES:
-        packers = [WeightPacker(load(name), policy, 1) for name in runnable_instruction_sets()]
+        packers = [WeightPacker(load(name), policy, 1) for name in runnable()]
         assert len({packer.layout for packer in packers}) == 1
     assert len({WeightPacker(packers[0].library, name, 1).layout for name in POLICIES}) == 4
 

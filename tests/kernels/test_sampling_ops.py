@@ -9,10 +9,11 @@ from torch import Tensor
 
 from kernels import Kernels
 from kernels.cpu.backend import CpuKernels
+from kernels.cpu.library import runnable
 from kernels.reference import ReferenceKernels
 from tests.fakes.huge_logits import FILTERS as HUGE_FILTERS
 from tests.fakes.huge_logits import huge_logits
-from tests.fakes.native_ops import open_sampling, runnable_instruction_sets
+from tests.fakes.native_ops import open_sampling
 
 VOCAB_SIZE = 64
 # temperature, min_p, top_k, top_p
@@ -33,7 +34,7 @@ FILTERS = {
 }
 
 
-@pytest.fixture(params=["torch", *runnable_instruction_sets()])
+@pytest.fixture(params=["torch", *runnable()])
 def kernels(request: pytest.FixtureRequest) -> Iterator[object]:
     """The sampler's methods of each implementation."""
     if request.param == "torch":

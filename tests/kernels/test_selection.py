@@ -5,16 +5,16 @@ import torch
 
 from kernels import KernelConfig, Kernels, select_kernels
 from kernels.cpu import library
-from tests.fakes.native_ops import runnable_instruction_sets
+from kernels.cpu.library import runnable
 
 
 def select(**wanted: str) -> Kernels:
     return select_kernels(torch.device("cpu"), KernelConfig(**wanted))
 
 
-@pytest.mark.skipif(not runnable_instruction_sets(), reason="there is no library")
+@pytest.mark.skipif(not runnable(), reason="there is no library")
 def test_the_best_build_computes_unless_told() -> None:
-    builds = runnable_instruction_sets()
+    builds = runnable()
     assert select().description == (
         f"native CPU kernels: {builds[-1]}, threads: 1, "
         "weights: auto, activations: int8, KV: float16"
@@ -34,12 +34,12 @@ def test_the_best_build_computes_unless_told() -> None:
 def test_without_a_library_torch_computes_and_says_why(
     monkeypatch: pytest.MonkeyPatch, built: bool, reason: str
 ) -> None:
-    def best() -> str | None:
+    def runnable() -> list[str]:
         if built:
             raise OSError("the library is old: make native")
-        return None
+        return []
 
-    monkeypatch.setattr(library, "best", best)
+    monkeypatch.setattr(library, "runnable", runnable)
     kernels = select()
     assert kernels.dtype == torch.float32
     assert kernels.description.startswith(

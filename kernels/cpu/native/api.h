@@ -24,11 +24,11 @@ enum TlStatus { TL_OK = 0, TL_DOES_NOT_FIT = -1, TL_NO_MEMORY = -2 };
 // A digest of this file as it was when the library was built; see build.py.
 TL_API const char* tl_interface(void);
 
-// The instruction set that this build uses: "avx512", "avx2", "neon" or "portable".
+// The instruction set that this build uses, by its name in build.py.
 TL_API const char* tl_instruction_set(void);
 
-// The best instruction set that this machine has, of those that a build exists for.
-TL_API const char* tl_best_instruction_set(void);
+// Whether this machine runs the build for an instruction set.
+TL_API int32_t tl_runs_here(const char* instruction_set);
 
 // How a pool's threads share work; see pool.h. There are fewer threads where the system refuses.
 typedef struct TlPool TlPool;

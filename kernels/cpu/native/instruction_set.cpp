@@ -1,4 +1,6 @@
-// Which instruction set this build uses, and which is the best that the machine has.
+// Which instruction set this build uses, and which the machine has.
+#include <cstring>
+
 #include "api.h"
 
 #if defined(__x86_64__)
@@ -17,6 +19,12 @@ namespace {
 bool has_f16c() {
   unsigned eax, ebx, ecx, edx;
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+
+bool has_avx_vnni() {
+  unsigned eax, ebx, ecx, edx;
+  constexpr unsigned kAvxVnni = 1u << 4;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & kAvxVnni);
 }
 
 // Linux lets a process use the tile registers once it has asked for them, which makes a thread's saved
@@ -64,6 +72,8 @@ const char* tl_instruction_set(void) {
   return "amx";
 #elif defined(TL_AVX512)
   return "avx512";
+#elif defined(TL_AVXVNNI)
+  return "avxvnni";
 #elif defined(TL_AVX2)
   return "avx2";
 #elif defined(TL_NEON)
@@ -73,21 +83,25 @@ const char* tl_instruction_set(void) {
 #endif
 }
 
-// Of what the flags in build.py ask for.
-const char* tl_best_instruction_set(void) {
+// By what the flags in build.py ask for.
+int32_t tl_runs_here(const char* instruction_set) {
+  const auto is = [&](const char* name) { return std::strcmp(instruction_set, name) == 0; };
+  if (is("portable")) return true;
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                         __builtin_cpu_supports("bmi2") && has_f16c();
-  if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vnni")) {
-    return may_use_amx() ? "amx" : "avx512";
-  }
-  return has_avx2 ? "avx2" : "portable";
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
+                          __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512vl") &&
+                          __builtin_cpu_supports("avx512dq") &&
+                          __builtin_cpu_supports("avx512vnni");
+  if (is("avx2")) return has_avx2;
+  if (is("avxvnni")) return has_avx2 && has_avx_vnni();
+  if (is("avx512")) return has_avx512;
+  if (is("amx")) return has_avx512 && may_use_amx();
 #elif defined(__aarch64__)
-  return has_dot_product() ? "neon" : "portable";
-#else
-  return "portable";
+  if (is("neon")) return has_dot_product();
 #endif
+  return false;
 }

@@ -106,13 +106,64 @@ TL_INLINE void add_dots_q8(const uint8_t* values, GroupRows x, I32x16 (&sums)[R]
 
 constexpr int rows_per_tile(int halves) { return 4 / halves; }
 constexpr int kFloatRowsPerTile = 6;
-constexpr bool kOffsetsInt8 = false;
 
 TL_INLINE __m256i broadcast_quad(const int8_t* p) {
   int32_t quad;
   std::memcpy(&quad, p, 4);
   return _mm256_set1_epi32(quad);
 }
+
+#if defined(TL_AVXVNNI)
+
+constexpr bool kOffsetsInt8 = true;
+
+// Adds to each row's sums a quad of 16 weights gives, these as unsigned bytes in two halves.
+template <int R>
+TL_INLINE void add_quad(const __m256i (&weights)[2], GroupRows x, int quad, I32x16 (&sums)[R]) {
+  TL_UNROLL
+  for (int r = 0; r < R; r++) {
+    const __m256i x_quad = broadcast_quad(x.quad(r, quad));
+    sums[r].lo = _mm256_dpbusd_avx_epi32(sums[r].lo, weights[0], x_quad);
+    sums[r].hi = _mm256_dpbusd_avx_epi32(sums[r].hi, weights[1], x_quad);
+  }
+}
+
+TL_INLINE __m256i load_half(const uint8_t* values, int half) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + half * 32));
+}
+
+template <int R>
+TL_INLINE void add_dots_q4(const uint8_t* values, GroupRows x, I32x16 (&sums)[R]) {
+  const __m256i low_halves = _mm256_set1_epi8(15);
+  TL_UNROLL
+  for (int part = 0; part < 4; part++) {
+    __m256i even[2], odd[2];
+    for (int half = 0; half < 2; half++) {
+      const __m256i both = load_half(values + part * kQuadBytes, half);
+      even[half] = _mm256_and_si256(both, low_halves);
+      odd[half] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low_halves);
+    }
+    add_quad(even, x, 2 * part, sums);
+    add_quad(odd, x, 2 * part + 1, sums);
+  }
+}
+
+template <int R>
+TL_INLINE void add_dots_q8(const uint8_t* values, GroupRows x, I32x16 (&sums)[R]) {
+  const __m256i offset = _mm256_set1_epi8(-128);
+  TL_UNROLL
+  for (int quad = 0; quad < 8; quad++) {
+    __m256i weights[2];
+    for (int half = 0; half < 2; half++) {
+      weights[half] = _mm256_xor_si256(load_half(values + quad * kQuadBytes, half), offset);
+    }
+    add_quad(weights, x, quad, sums);
+  }
+}
+
+#else
+
+constexpr bool kOffsetsInt8 = false;
 
 // Keeps the compiler from moving sums to memory.
 TL_INLINE void pin(__m256i& sums) { asm volatile("" : "+x"(sums)); }
@@ -178,6 +229,8 @@ TL_INLINE void add_dots_q8(const uint8_t* values, GroupRows x, I32x16 (&sums)[R]
     }
   }
 }
+
+#endif  // TL_AVXVNNI
 
 #elif defined(TL_NEON)
 

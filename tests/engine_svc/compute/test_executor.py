@@ -20,9 +20,9 @@ from engine_svc.planning.step import (
     TokenLogprobs,
 )
 from engine_svc.planning.step_profile import StepProfile
+from kernels.cpu.library import runnable
 from protos.wire.errors import StartupError
 from tests.fakes.decoding import ExecutorRows, load_tiny_executor
-from tests.fakes.native_ops import runnable_instruction_sets
 from tests.fakes.tiny_models import VOCAB_SIZE, write_tiny_llama
 
 GREEDY = SamplingParameters(max_tokens=20, temperature=0.0, logprobs=True, top_logprobs=3)
@@ -137,7 +137,7 @@ def test_tokens_come_in_the_plan_s_order_and_only_for_rows_that_sample(executor:
     assert [token.row for token in executor.execute(StepPlan(starts, steps)).sampled] == [3, 2]
 
 
-@pytest.mark.skipif(not runnable_instruction_sets(), reason="there is no library")
+@pytest.mark.skipif(not runnable(), reason="there is no library")
 def test_steps_can_be_profiled_down_to_their_ops(model_path: Path) -> None:
     executor = load_tiny_executor(model_path)
     tables: list[str] = []

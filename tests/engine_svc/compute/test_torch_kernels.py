@@ -10,9 +10,9 @@ from engine_svc.compute.executor import Executor
 from engine_svc.compute.model.weights import open_source
 from engine_svc.planning.step import SampledToken, SamplingParameters
 from kernels import KernelConfig
+from kernels.cpu.library import runnable
 from protos.wire.errors import StartupError
 from tests.fakes.decoding import ExecutorRows, SequenceLogits, load_tiny_executor
-from tests.fakes.native_ops import runnable_instruction_sets
 from tests.fakes.tiny_models import VOCAB_SIZE, write_tiny_llama, write_tiny_qwen3
 
 GREEDY = SamplingParameters(max_tokens=20, temperature=0.0, logprobs=True, top_logprobs=3)
@@ -45,7 +45,7 @@ def test_a_row_is_the_same_to_the_last_bit_alone_and_among_others(
         assert run(executor, [row])[row] == together[row]
 
 
-@pytest.mark.skipif(not runnable_instruction_sets(), reason="there is no library")
+@pytest.mark.skipif(not runnable(), reason="there is no library")
 @pytest.mark.parametrize("write", [write_tiny_llama, write_tiny_qwen3])
 def test_native_float32_kernels_agree_with_it(tmp_path: Path, write) -> None:
     source = open_source(write(tmp_path, attention_bias=True))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.backend import CpuKernels
+from kernels.cpu.library import runnable
 from kernels.gpu import sampling
 from kernels.gpu.result_buffers import ResultBuffers, Scratch
 from kernels.gpu.sampling import DEFAULT_TILES, Tiles
@@ -20,7 +21,7 @@ from kernels.noise import gumbel_noise
 from tests.fakes.gpu_tensors import assert_launched_as_compiled, overhear
 from tests.fakes.huge_logits import FILTERS as HUGE_FILTERS
 from tests.fakes.huge_logits import huge_logits
-from tests.fakes.native_ops import open_sampling, runnable_instruction_sets
+from tests.fakes.native_ops import open_sampling
 
 # temperature, min_p, top_k, top_p
 FILTERS = {
@@ -109,7 +110,7 @@ def sample(batch: Batch, scratch: Scratch, device: torch.device, tiles=DEFAULT_T
 
 def tokens_of_cpu_backends(batch: Batch) -> Iterator[Tensor]:
     yield CpuKernels().sample(batch.logits, *batch.options)
-    for instruction_set in runnable_instruction_sets()[-1:]:
+    for instruction_set in runnable()[-1:]:
         with open_sampling(instruction_set) as native:
             yield native.sample(batch.logits, *batch.options)
 

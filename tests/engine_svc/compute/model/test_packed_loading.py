@@ -23,15 +23,14 @@ from engine_svc.compute.model.weights import (
     weight_bytes,
 )
 from kernels import PackedEmbedding, PackedLinear, StoredKind, StoredMatrix
-from kernels.cpu.library import load
+from kernels.cpu.library import load, runnable
 from kernels.cpu.native_weights import WeightPacker
 from kernels.cpu.packed_weight import Format, PackedWeight
 from kernels.reference import ReferenceKernels
-from tests.fakes.native_ops import runnable_instruction_sets
 from tests.fakes.tiny_gguf import write_tiny_gguf
 from tests.fakes.tiny_models import random_weights, write_tiny_llama
 
-pytestmark = pytest.mark.skipif(not runnable_instruction_sets(), reason="there is no library")
+pytestmark = pytest.mark.skipif(not runnable(), reason="there is no library")
 KINDS = [
     *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K"),
     *("Q5_0", "Q5_K", "Q6_K", "IQ4_NL"),
@@ -46,7 +45,7 @@ class PackingKernels(ReferenceKernels):
 
     def __init__(self, policy: str = "auto") -> None:
         super().__init__()
-        self.library = load(runnable_instruction_sets()[-1])
+        self.library = load(runnable()[-1])
         self.packer = WeightPacker(self.library, policy, num_threads=2)
         self.stored_kinds = self.packer.stored_kinds
 
