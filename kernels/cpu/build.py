@@ -61,8 +61,7 @@ _X86_64 = {
     "portable": _PORTABLE,
     "avx2": _AVX2,
     "avxvnni": InstructionSet(
-        (*_AVX2.flags, "-DTL_AVXVNNI", "-mavxvnni"),
-        (*_AVX2.macros, "__AVXVNNI__"),
+        (*_AVX2.flags, "-DTL_AVXVNNI", "-mavxvnni"), (*_AVX2.macros, "__AVXVNNI__")
     ),
     "avx512": _AVX512,
     "amx": InstructionSet(
@@ -72,10 +71,7 @@ _X86_64 = {
 }
 _AARCH64 = {
     "portable": _PORTABLE,
-    "neon": InstructionSet(
-        ("-DTL_NEON", "-march=armv8.2-a+dotprod"),
-        ("__ARM_FEATURE_DOTPROD",),
-    ),
+    "neon": InstructionSet(("-DTL_NEON", "-march=armv8.2-a+dotprod"), ("__ARM_FEATURE_DOTPROD",)),
 }
 # By what the machine calls itself; the best last. Another machine gets the portable build alone.
 _OF_MACHINE: Mapping[str, Mapping[str, InstructionSet]] = {
