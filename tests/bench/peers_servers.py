@@ -67,7 +67,10 @@ class Running:
 
 @contextmanager
 def running(
-    contestant: Contestant, shape: Shape, log_path: Path, environment: Mapping[str, str]
+    contestant: Contestant,
+    shape: Shape,
+    log_path: Path,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Running]:
     """Starts a contestant, waits until it answers, and ends it at the end.
 
