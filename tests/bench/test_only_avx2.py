@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kernels.cpu import library
+from tests.bench import only_avx2 as only_avx2_module
 from tests.bench.only_avx2 import only_avx2
 
 CPU = Path("/proc/cpuinfo")
@@ -22,7 +23,6 @@ pytestmark = pytest.mark.skipif(
 # In the program, in a thread, and in a program that it starts.
 ASKS = """
 import subprocess, sys, threading
-from kernels.cpu import library
 asks = "from kernels.cpu import library; print(library.runnable()[-1], flush=True)"
 exec(asks)
 thread = threading.Thread(target=exec, args=(asks,))
@@ -53,6 +53,14 @@ def test_our_kernels_are_those_for_avx2(tmp_path: Path) -> None:
 def test_torch_finds_avx2(tmp_path: Path) -> None:
     done = run("import torch; print(torch.backends.cpu.get_cpu_capability())", tmp_path)
     assert done.stdout.split() == ["AVX2"], done.stderr
+
+
+def test_who_cannot_be_held_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library_path = tmp_path / "text.so"
+    library_path.write_text("not a library")
+    monkeypatch.setattr(only_avx2_module, "compile_library", lambda *_: library_path)
+    with pytest.raises(RuntimeError, match=r"(?s)nobody can be held to AVX2 here: .*it still sees"):
+        only_avx2(tmp_path)
 
 
 def test_a_fault_still_ends_a_program(tmp_path: Path) -> None:

@@ -54,7 +54,11 @@ async def test_it_stops_when_told_however_long_it_sleeps(monkeypatch: pytest.Mon
 
 async def test_the_date_of_a_response_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "_DATE_SECONDS", 0.05)
-    async with serving() as url, httpx2.AsyncClient() as client:
+    async with (
+        asyncio.timeout(DEADLINE_SECONDS),
+        serving() as url,
+        httpx2.AsyncClient() as client,
+    ):
         first, seconds = (await client.get(url)).headers["date"], 0.0
         while seconds < 1:
             await asyncio.sleep(0.2)
